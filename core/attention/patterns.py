@@ -1,0 +1,86 @@
+"""Attention patterns: who sees whom, as `attend(q, keys, values, scale)`. They know nothing of architectures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import LongTensor, Tensor
+from torch.nn import functional as F
+
+from .unrolled import unrolled_eager, unrolled_flash
+
+Backend = Literal["auto", "eager"]
+
+
+def causal_mask(documents_BS: Tensor | None, rows_BQ: LongTensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Boolean mask, True where a query may look: earlier or same position, same document. [B or 1, 1, Q, K].
+
+    Queries are the inputs `rows_BQ`, or, without rows, the last `queries` of the `keys` positions.
+    """
+    key_K = torch.arange(keys, device=device)
+    row_BQ = rows_BQ if rows_BQ is not None else torch.arange(keys - queries, keys, device=device)[None]
+    mask_BQK = row_BQ[:, :, None] >= key_K
+    if documents_BS is not None:
+        document_BQ = documents_BS.gather(1, row_BQ.expand(documents_BS.shape[0], -1))
+        mask_BQK = mask_BQK & (document_BQ[:, :, None] == documents_BS[:, None])
+    return mask_BQK[:, None]
+
+
+def expand_heads(x_BhKd: Tensor, heads: int) -> Tensor:
+    """Repeat grouped key/value heads until there are `heads` of them."""
+    repeats = heads // x_BhKd.shape[1]
+    return x_BhKd if repeats == 1 else x_BhKd.repeat_interleave(repeats, dim=1)
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A query sees its own and earlier positions of its document."""
+
+    documents: Tensor | None = None
+    """[B, S] document of each position; None: all one document."""
+    rows: LongTensor | None = None
+    """[B, Q] positions of the queries; None: the last Q."""
+    backend: Backend = "auto"
+
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
+        k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
+        queries, known = q_BHQd.shape[2], k.shape[2]
+        plain = self.documents is None and self.rows is None
+        if self.backend == "eager":
+            mask = causal_mask(self.documents, self.rows, queries, known, q_BHQd.device)
+            return unrolled_eager(q_BHQd, [k], [v], mask, scale)
+        if plain and queries in (1, known):
+            return F.scaled_dot_product_attention(q_BHQd, k, v, is_causal=queries > 1, scale=scale)
+        mask = causal_mask(self.documents, self.rows, queries, known, q_BHQd.device)
+        return F.scaled_dot_product_attention(q_BHQd, k, v, attn_mask=mask, scale=scale)
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """Training-time test (EAGLE-3, section 3.2): the causal keys of step 0, then the query's own slot at steps 1 to k, one joint softmax."""
+
+    documents: Tensor
+    """[B, S] document of each slot."""
+    rows: LongTensor
+    """[B, Q] slots of the queries."""
+    backend: Backend = "auto"
+    _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[B, 1, Q, S], True where a query may look at step 0's keys."""
+        return causal_mask(self.documents, self.rows, self.rows.shape[1], self.documents.shape[1], self.documents.device)
+
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """Attention over `keys[0]` [B, H, S, d] and the same-slot entries `keys[1:]` [B, H, Q, d]; see `Pattern.attend`."""
+        heads = q_BHQd.shape[1]
+        keys, values = [expand_heads(k, heads) for k in keys], [expand_heads(v, heads) for v in values]
+        if self.backend == "eager" or q_BHQd.device.type != "cpu":
+            return unrolled_eager(q_BHQd, keys, values, self.mask, scale)
+        if q_BHQd.dtype not in self._additive:
+            blocked = torch.zeros(self.mask.shape, dtype=q_BHQd.dtype, device=q_BHQd.device)
+            self._additive[q_BHQd.dtype] = blocked.masked_fill_(~self.mask, float("-inf"))
+        return unrolled_flash(q_BHQd, keys, values, self._additive[q_BHQd.dtype], scale)

@@ -1,0 +1,88 @@
+"""`auto_draft`: from a target, or a draft, to a draft model; the mapping of configs to classes is open to plugins."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from transformers import AutoConfig, PretrainedConfig
+
+from .checkpoint import load_draft, read_config
+from .draft import BaseDraft
+from .errors import ForedraftError, nearest
+from .protocols import AlgorithmBase
+from .registry import Registry, default_registry
+
+DEFAULT_ALGORITHM = "eagle3"
+
+
+def auto_draft(
+    config: PretrainedConfig | Mapping[str, Any] | str | Path,
+    algorithm: str | None = None,
+    *,
+    adapter: str | None = None,
+    aux_layers: tuple[int, ...] | None = None,
+    draft_vocab_size: int | None = None,
+    registry: Registry | None = None,
+    **options: Any,
+) -> BaseDraft:
+    """A draft model for `config`.
+
+    `config` is a target's config, a target's directory or hub id, a draft's config (object or dict), or a directory that holds a
+    draft (then its weights are loaded, strictly). For a target, the adapter follows from its `model_type` and the weights
+    are fresh: `draft.start_from(target)` copies what need not be learned. `algorithm` defaults to EAGLE-3, `aux_layers` (HF
+    `hidden_states` indices) to the adapter's choice, `draft_vocab_size` to the target's whole vocabulary; `options` are the algorithm's.
+
+    Raises `ForedraftError` for an unknown architecture, algorithm or option, and for layers or vocabularies that do not fit.
+    """
+    registry = registry or default_registry()
+    if isinstance(config, str | Path):
+        if (Path(config) / "config.json").exists() and "foredraft" in read_config(config):
+            return _with_options(load_draft(config, registry), algorithm, options, registry)
+        try:
+            config = AutoConfig.from_pretrained(str(config))
+        except (OSError, ValueError) as error:
+            raise ForedraftError(f"no target or draft at '{config}': {error}") from error
+    elif isinstance(config, Mapping):
+        fields = dict(config)
+        if fields.get("foredraft"):
+            config = registry.adapter(fields["foredraft"]["adapter"]).config_class(**fields)
+        else:
+            config = AutoConfig.for_model(**fields)
+    if getattr(config, "foredraft", None):
+        draft = registry.adapter(config.foredraft["adapter"])(config)
+        return _with_options(draft, algorithm, options, registry)
+    method = make_algorithm(algorithm or DEFAULT_ALGORITHM, options, registry)
+    cls = registry.adapter(adapter) if adapter else registry.adapter_for(config.get_text_config().model_type)
+    return cls(cls.make_config(config, method, aux_layers, draft_vocab_size), method)
+
+
+def make_algorithm(name: str, options: Mapping[str, Any], registry: Registry) -> AlgorithmBase:
+    """The algorithm `name` with its options checked. Raises `ForedraftError` that lists every wrong one."""
+    cls = registry.algorithm(name)
+    try:
+        return cls(**options)
+    except ValidationError as error:
+        raise ForedraftError(f"algorithm '{name}': " + describe_validation(error, cls.Options.model_fields)) from error
+
+
+def describe_validation(error: ValidationError, known: Mapping[str, Any]) -> str:
+    """All that pydantic found, a line each; an unknown key with the nearest known one."""
+    lines = []
+    for e in error.errors():
+        key = ".".join(str(part) for part in e["loc"])
+        if e["type"] == "extra_forbidden":
+            lines.append(f"unknown option '{key}'{nearest(key, known)} (known: {', '.join(sorted(known))})")
+        else:
+            lines.append(f"{key}={e['input']!r}: {e['msg']}")
+    return "\n  ".join(lines)
+
+
+def _with_options(draft: BaseDraft, algorithm: str | None, options: Mapping[str, Any], registry: Registry) -> BaseDraft:
+    made = draft.config.foredraft
+    if algorithm not in (None, made["algorithm"]):
+        raise ForedraftError(f"this draft was made by algorithm '{made['algorithm']}', asked for '{algorithm}': build a new one from the target's config")
+    draft.algorithm = make_algorithm(made["algorithm"], {**made["options"], **options}, registry)
+    if draft.algorithm.spec.model_dump(mode="json") != made["spec"]:
+        raise ForedraftError(f"the options {dict(options)} change the draft's shape: build a new one from the target's config")
+    return draft

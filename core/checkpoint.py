@@ -1,0 +1,129 @@
+"""Drafts on disk: the engine-native format, written atomically and loaded strictly."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
+
+from .errors import ForedraftError
+from .registry import Registry
+
+if TYPE_CHECKING:
+    from .draft import BaseDraft
+
+WEIGHTS = "model.safetensors"
+
+
+def save_draft(draft: "BaseDraft", path: str | Path) -> Path:
+    """Write the draft to the directory `path`, all or nothing: what was there stays until the new one is complete.
+
+    Raises `ForedraftError` if it cannot be written (disk full, say).
+    """
+    with replacing(path) as temporary:
+        draft.save_pretrained(temporary)
+    return Path(path)
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary directory beside `path` that takes its place if the block succeeds, and vanishes if it fails."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield temporary
+        old = None
+        if path.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent)) / "was"
+            os.replace(path, old)
+        os.replace(temporary, path)
+        os.chmod(path, 0o755)
+        if old is not None:
+            shutil.rmtree(old.parent)
+    except (OSError, SafetensorError) as error:
+        raise ForedraftError(f"could not write '{path}': {error}\n  what was there before is untouched") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The `config.json` of a directory as a dict. Raises `ForedraftError` if it is missing or no JSON object."""
+    file = Path(path) / "config.json"
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ForedraftError(f"'{path}' holds no config.json: it is no draft (and no target) directory") from None
+    except ValueError as error:
+        raise ForedraftError(f"'{file}' is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ForedraftError(f"'{file}' holds {type(fields).__name__}, expected an object")
+    return fields
+
+
+def load_draft(path: str | Path, registry: Registry, **kwargs: Any) -> "BaseDraft":
+    """A draft of ours from its directory; every tensor must be there, in shape, and no other.
+
+    `kwargs` go to `from_pretrained` (dtype, device_map). Raises `ForedraftError` with the lists of missing, unexpected and
+    mis-shaped tensors, or the reason why the file cannot be read.
+    """
+    fields = read_config(path)
+    made = fields.get("foredraft")
+    if not isinstance(made, dict) or "adapter" not in made:
+        raise ForedraftError(f"'{path}' was not written by foredraft: its config.json has no 'foredraft' entry")
+    check_weights(Path(path))
+    cls = registry.adapter(made["adapter"])
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is wrong is told once, below
+    try:
+        draft, info = cls.from_pretrained(str(path), output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    finally:
+        logging.set_verbosity(verbosity)
+    problems = {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
+        "mis-shaped (in the file, expected)": [f"{name} {tuple(a)}, {tuple(b)}" for name, a, b in sorted(info["mismatched_keys"])],
+    }
+    if any(problems.values()):
+        lists = "\n".join(f"  {kind}: {', '.join(names)}" for kind, names in problems.items() if names)
+        raise ForedraftError(f"the weights in '{path}' do not fit its config.json:\n{lists}")
+    return draft.eval()
+
+
+def check_weights(directory: Path) -> None:
+    """Raises `ForedraftError` unless the weights are there and whole (truncated files are named)."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ForedraftError(f"'{directory}' holds no {WEIGHTS}")
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ForedraftError(f"'{file}' is damaged (cut off while it was written or copied?): {error}") from error
+
+
+def record(path: str | Path, **measured: Any) -> None:
+    """Note measured figures in the `foredraft` entry of a draft's config.json, atomically."""
+    fields = read_config(path)
+    fields["foredraft"]["measured"] = {**fields["foredraft"].get("measured", {}), **measured}
+    write_text(Path(path) / "config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def write_text(file: str | Path, text: str) -> None:
+    """Write a text file, all or nothing. Raises `ForedraftError` if it cannot be written."""
+    file = Path(file)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ForedraftError(f"could not write '{file}': {error}") from error

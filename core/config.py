@@ -1,0 +1,114 @@
+"""The draft's own `config.json`: the family's native config plus what engines read, written in every spelling they know."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from .errors import ForedraftError
+
+# Fields of a target's config that say nothing about which model it is.
+_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
+
+
+@dataclass(kw_only=True)
+class DraftConfigMixin:
+    """Fields that every draft config adds to its family's native one.
+
+    Use as `class LlamaDraftConfig(DraftConfigMixin, LlamaConfig)`. The defaults only serve transformers' own bookkeeping; real
+    configs come from `BaseDraft.make_config`.
+    """
+
+    draft_vocab_size: int = 1
+    target_hidden_size: int = 1
+    num_aux_hidden_states: int = 1
+    fc_norm: bool = False
+    norm_output: bool = False
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    eagle_config: dict[str, Any] | None = None
+    foredraft: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as written: the engines' architecture name, and RoPE as transformers 4 and 5 spell it."""
+        fields: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        if self.foredraft:
+            fields["architectures"] = [self.foredraft["architecture"]]
+        rope = fields.get("rope_parameters") or {}
+        if "rope_theta" in rope:
+            fields["rope_theta"] = rope["rope_theta"]
+            scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+            fields["rope_scaling"] = scaling if scaling.get("rope_type", "default") != "default" else None
+        return fields
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target layers whose hidden states the draft reads, as HF `hidden_states` indices."""
+        return tuple(self.eagle_aux_hidden_state_layer_ids or ())
+
+    @property
+    def has_reduced_vocabulary(self) -> bool:
+        """Whether the draft predicts only a part of the target's vocabulary."""
+        return self.draft_vocab_size < self.vocab_size  # type: ignore[attr-defined]
+
+
+def aux_layer_fields(layers: tuple[int, ...]) -> dict[str, Any]:
+    """The same aux layers for both engines: vLLM reads `hidden_states` indices, SGLang 0-based layer outputs."""
+    return {
+        "num_aux_hidden_states": len(layers),
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers]},
+    }
+
+
+def default_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """An early, a middle and a late layer, `(2, L//2, L-3)` for three; evenly spaced between 2 and L-3 otherwise.
+
+    Raises `ForedraftError` where the target is too shallow for distinct layers, naming a choice that works.
+    """
+    if count == 3:
+        layers: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
+    else:
+        layers = tuple(round(2 + i * (num_layers - 5) / max(count - 1, 1)) for i in range(count))
+    return check_aux_layers(layers, num_layers)
+
+
+def check_aux_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """`layers` if they are distinct, ascending and within 1..L-1, where HF and all engines mean the same tensor; else `ForedraftError`."""
+    problems = []
+    if list(layers) != sorted(set(layers)):
+        problems.append("they must be distinct and ascending")
+    if outside := [i for i in layers if not 1 <= i <= num_layers - 1]:
+        problems.append(f"{outside} lie outside 1..{num_layers - 1}")
+    if not problems:
+        return layers
+    count = min(len(layers), num_layers - 1)
+    if count < 1:
+        raise ForedraftError(f"a target of {num_layers} layer(s) has no hidden state that a draft could read: at least 2 layers are needed")
+    choice = [round(1 + i * (num_layers - 2) / max(count - 1, 1)) for i in range(count)]
+    fewer = f", with num_aux={count}" if count < len(layers) else ""
+    raise ForedraftError(
+        f"aux layers {list(layers)} do not fit a target of {num_layers} layers: {' and '.join(problems)}.\n  A choice that works: aux_layers={choice}{fewer}"
+    )
+
+
+def describe_target(config: PretrainedConfig) -> dict[str, Any]:
+    """What a checkpoint remembers of its target: name, shape and a fingerprint of its config."""
+    text = config.get_text_config()
+    kept = {k: v for k, v in text.to_dict().items() if k not in _VOLATILE}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+    return {
+        "name": config.name_or_path,
+        "model_type": text.model_type,
+        "num_hidden_layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "vocab_size": text.vocab_size,
+        "fingerprint": digest[:16],
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions a checkpoint was made with."""
+    return {name: metadata.version(name) for name in ("foredraft", "torch", "transformers")}

@@ -1,0 +1,31 @@
+"""From packed rows to a batch, with all that the algorithm draws for it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from ..protocols import AlgorithmBase
+
+
+class DraftCollator:
+    """Stacks rows into tensors and adds the algorithm's plan, drawn on the CPU from generators seeded by (seed, epoch, row)."""
+
+    def __init__(self, algorithm: AlgorithmBase, seed: int = 0):
+        self.algorithm, self.seed, self.epoch = algorithm, seed, 0
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """`input_ids`, `documents`, `spans`, `positions` [B, S], `row` [B], and the plan."""
+        batch: dict[str, Any] = {key: torch.tensor([r[key] for r in rows]) for key in ("input_ids", "documents", "spans", "row")}
+        batch["positions"] = positions_within(batch["documents"])
+        generators = [Generator().manual_seed(hash((self.seed, self.epoch, row)) % 2**63) for row in batch["row"].tolist()]
+        return {**batch, **self.algorithm.plan(batch, generators)}
+
+
+def positions_within(documents_BS: Tensor) -> Tensor:
+    """The position of each token in its document, [B, S]: 0 where a document starts."""
+    index_S = torch.arange(documents_BS.shape[1])
+    starts_BS = torch.ones_like(documents_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    return index_S - torch.where(starts_BS, index_S, 0).cummax(dim=1).values

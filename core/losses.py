@@ -1,0 +1,78 @@
+"""The loss of all drafting steps in one call, so that a fused kernel can take its place without touching an algorithm."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .protocols import Step
+from .target import Signal
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher's word on R rows; a row may serve several drafting steps."""
+
+    logits_RW: Tensor
+    """Its logits over the draft vocabulary, float32."""
+    top_R: Tensor
+    """Its most likely token, as a target id."""
+    logsumexp_R: Tensor
+    """Its normaliser over the full vocabulary."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, signal: Signal, rows_R: Tensor, draft_ids_W: Tensor) -> "Teacher":
+        """The teacher at `rows_R`, the plan's `teacher_rows` (indices into the flattened [B·S])."""
+        hidden_RT = signal.hidden_BST.flatten(0, 1)[rows_R]
+        return cls(signal.logits(hidden_RT, draft_ids_W), signal.top_R, signal.logsumexp_R)
+
+
+def step_weights(steps: int, decay: float) -> list[float]:
+    """decay^k / Σ decay^j: what each drafting step weighs (EAGLE-3's 0.8)."""
+    total = sum(decay**k for k in range(steps))
+    return [decay**k / total for k in range(steps)]
+
+
+def soft_cross_entropy(
+    states: Sequence[Tensor],
+    compute_logits: Callable[[Tensor], Tensor],
+    teacher: Teacher,
+    teacher_rows: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    draft_ids_W: Tensor,
+) -> Step:
+    """Σ_k Σ_n weights[k][n] · CE(teacher restricted to the draft vocabulary ‖ draft), and the metrics of every step.
+
+    Per drafting step k: `states[k]` [N_k, D] draft states, `teacher_rows[k]` [N_k] the teacher row each one is held
+    against, `weights[k]` [N_k] already carrying the step's weight and its denominator. A row whose teacher's top token
+    the draft cannot name has no loss, and counts as a miss. Any reduction is a choice of weights; KL = CE minus the teacher's
+    entropy, a constant. Metrics (sums over rows, [K]): `count`, `correct` (top tokens agree), `accepted` (Σ min(p, q) over the
+    target's vocabulary: the chance that speculative sampling accepts), `cross_entropy` (unweighted).
+    """
+    total = states[0].new_zeros((), dtype=torch.float32)
+    sums: dict[str, list[Tensor]] = {"count": [], "correct": [], "accepted": [], "cross_entropy": []}
+    for state_ND, rows_N, weight_N in zip(states, teacher_rows, weights, strict=True):
+        log_q_NW = compute_logits(state_ND).float().log_softmax(-1)
+        target_NW = teacher.logits_RW[rows_N]
+        top_N = teacher.top_R[rows_N]
+        nameable_N = draft_ids_W[torch.searchsorted(draft_ids_W, top_N).clamp(max=len(draft_ids_W) - 1)] == top_N
+        cross_entropy_N = -(target_NW.softmax(-1) * log_q_NW).sum(-1)
+        total = total + (weight_N * nameable_N * cross_entropy_N).sum()
+        with torch.no_grad():
+            p_NW = (target_NW - teacher.logsumexp_R[rows_N, None]).exp()
+            sums["count"].append(torch.full_like(total, len(rows_N)))
+            sums["correct"].append((draft_ids_W[log_q_NW.argmax(-1)] == top_N).sum().float())
+            sums["accepted"].append(torch.minimum(p_NW, log_q_NW.exp()).sum())
+            sums["cross_entropy"].append((nameable_N * cross_entropy_N).sum())
+    return Step(total, {name: torch.stack(values) for name, values in sums.items()})
+
+
+def estimated_tau(acceptance: Sequence[float]) -> float:
+    """Tokens per target pass if step k is accepted with `acceptance[k]`: 1 + Σ_k Π_{i≤k} α_i (the bonus token included)."""
+    tau, survives = 1.0, 1.0
+    for alpha in acceptance:
+        survives *= alpha
+        tau += survives
+    return tau

@@ -1,0 +1,149 @@
+"""The contracts between core, adapters and algorithms, and the key to the shape suffixes of tensors.
+
+Dimension key: `B` batch, `S` target positions, `Q` draft query slots, `K` drafting steps, `D` draft hidden, `A` num_aux × target
+hidden, `T` target hidden, `V` target vocabulary, `W` draft vocabulary, `H` heads, `d` head dim, `N` compacted rows, `R` teacher rows.
+Layer ids are indices into HF `hidden_states`: 0 is the embedding output, i the output of the i-th decoder layer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Generator, LongTensor, Tensor
+
+if TYPE_CHECKING:
+    from .draft import BaseDraft
+    from .target import Signal
+
+Batch = Mapping[str, Any]
+"""A collated batch: `input_ids`, `positions`, `documents`, `spans` (each [B, S], see `foredraft.data`), `row` [B], and what the
+algorithm's `plan` added."""
+
+
+class Frozen(BaseModel):
+    """A configuration value: immutable, and strict about its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DraftSpec(Frozen):
+    """All that an algorithm may ask of an adapter."""
+
+    wiring: Literal["fuse"] = Field("fuse", description="fuse: embedding and context side by side into a 2·D-wide first layer")
+    num_layers: int = Field(1, ge=1, description="decoder layers of the draft")
+    num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
+    fc_norm: bool = Field(False, description="one RMSNorm per aux chunk before fc (EAGLE-3.1)")
+    norm_output: bool = Field(False, description="the post-norm state is fed back, and the head applies no second norm (EAGLE-3.1)")
+
+
+class Pattern(Protocol):
+    """Who attends to whom. Knows nothing of architectures."""
+
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """Attention output [B, H, Q, d]. `keys` and `values` are what the cache returned, oldest first, each [B, H, K, d]."""
+        ...
+
+
+class KeyValueCache(Protocol):
+    """Keeps keys and values between calls of `backbone`."""
+
+    def extend(self, layer: int, k_BHQd: Tensor, v_BHQd: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add this call's keys and values of `layer`; return all that a pattern may look at."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each input of `backbone` sits and what it may see."""
+
+    positions: Tensor
+    """Rotary position of each input, [B, Q]."""
+    pattern: Pattern
+    rows: LongTensor | None = None
+    """[B, Q'] inputs whose output is wanted; the others only give keys and values. None: all."""
+
+
+class DraftModel(Protocol):
+    """The four methods that algorithms are written against; `foredraft.BaseDraft` implements them for any adapter."""
+
+    def embed_input_ids(self, ids_BQ: Tensor) -> Tensor:
+        """Token embeddings [B, Q, D]."""
+        ...
+
+    def project_hidden_states(self, aux_BSA: Tensor) -> Tensor:
+        """The target's concatenated aux hidden states in the draft's width, [B, S, D]."""
+        ...
+
+    def backbone(self, embeds_BQD: Tensor, context_BQD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
+        """The decoder layers: the state to feed back, [B, Q', D]."""
+        ...
+
+    def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
+        """Logits over the draft vocabulary, [B, Q, W]."""
+        ...
+
+
+@dataclass
+class Step:
+    """What one batch gave: the loss, and sums (not means) per drafting step, on the device."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Drafter(Protocol):
+    """The inference side of an algorithm, for one sequence."""
+
+    def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: "Choose") -> tuple[list[int], list[Tensor]]:
+        """Draft at most `limit` tokens after `ids` [L].
+
+        `aux_1NA` are the target's aux hidden states of the tokens accepted since the last call (all but the newest
+        token have one). Returns the drafted target ids and, where `choose` sampled, the logits [V] each was drawn from.
+        """
+        ...
+
+
+class Choose(Protocol):
+    """Picks a token from draft logits, as the caller's generation settings say."""
+
+    def __call__(self, logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor | None]:
+        """The chosen target id, and the processed logits [V] when sampling."""
+        ...
+
+
+class AlgorithmBase:
+    """A drafting algorithm: stateless but for its options.
+
+    A subclass sets `name`, `summary` and `Options` (a pydantic model whose fields are described) and implements the methods below.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str] = ""
+
+    class Options(Frozen):
+        """Options of the algorithm."""
+
+    def __init__(self, options: "Frozen | None" = None, **fields: Any):
+        self.options: Any = options if options is not None else self.Options(**fields)
+
+    @property
+    def spec(self) -> DraftSpec:
+        """The draft that this algorithm needs."""
+        raise NotImplementedError(f"algorithm '{self.name}' must state its draft: def spec(self) -> DraftSpec")
+
+    def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
+        """What the collator adds to a batch, on the CPU: tensors, or lists of tensors, of active rows and sampled indices.
+
+        Two keys are read by others: `teacher_rows` [R], the positions (in the flattened [B·S]) at which the target's word is
+        needed, and `counts` [K], the denominators of the loss. `generators` holds one random generator per row of the batch, seeded by (seed, epoch, row).
+        """
+        raise NotImplementedError(f"algorithm '{self.name}' must plan its batches: def plan(self, batch, generators) -> dict")
+
+    def loss(self, draft: "BaseDraft", batch: Batch, signal: "Signal", counts: Tensor) -> Step:
+        """The training loss of a batch; `counts` are the global denominators (all ranks, all accumulated batches)."""
+        raise NotImplementedError(f"algorithm '{self.name}' must define its loss: def loss(self, draft, batch, signal, counts) -> Step")
+
+    def drafter(self, draft: "BaseDraft") -> Drafter:
+        """A drafter for one sequence."""
+        raise NotImplementedError(f"algorithm '{self.name}' must draft: def drafter(self, draft) -> Drafter")

@@ -1,0 +1,154 @@
+"""Finds adapters, algorithms and engines through entry points; a broken plugin is reported, never fatal."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import pluggy
+
+from . import hookspecs
+from .errors import ForedraftError, nearest
+
+KINDS = ("adapter", "algorithm", "engine")
+
+
+@dataclass(frozen=True)
+class Registered:
+    """One class that a plugin offers."""
+
+    kind: str
+    name: str
+    cls: Any
+    distribution: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A plugin that could not be used, and why."""
+
+    name: str
+    distribution: str
+    error: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (from {self.distribution}): {self.error}"
+
+
+@dataclass
+class Registry:
+    """What is installed. Build your own in tests: `Registry(entry_points=[])`, then `register(module)`.
+
+    `prefer` maps a name to the distribution that may own it when two claim it.
+    """
+
+    entry_points: Iterable[Any] | None = None
+    prefer: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._plugins = pluggy.PluginManager(hookspecs.GROUP)
+        self._plugins.add_hookspecs(hookspecs)
+        self.broken: list[Broken] = []
+        self.registered: list[Registered] = []
+        points = metadata.entry_points(group=hookspecs.GROUP) if self.entry_points is None else self.entry_points
+        for point in sorted(points, key=lambda p: p.name):
+            distribution = point.dist.name if point.dist is not None else "an unknown distribution"
+            self._load(point.load, point.name, distribution)
+
+    def register(self, module: object, distribution: str = "this process") -> None:
+        """Add a plugin that has no entry point (tests, notebooks). `module` is any object with hook implementations."""
+        before = len(self.broken)
+        self._load(lambda: module, getattr(module, "__name__", type(module).__name__), distribution)
+        if len(self.broken) > before:
+            raise ForedraftError(f"plugin {self.broken.pop()}")
+
+    def adapters(self) -> dict[str, Any]:
+        """Adapter classes by name."""
+        return {r.name: r.cls for r in self._unique("adapter")}
+
+    def algorithms(self) -> dict[str, Any]:
+        """Algorithm classes by name."""
+        return {r.name: r.cls for r in self._unique("algorithm")}
+
+    def adapter(self, name: str) -> Any:
+        """The adapter class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
+        return self._get("adapter", name)
+
+    def algorithm(self, name: str) -> Any:
+        """The algorithm class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
+        return self._get("algorithm", name)
+
+    def adapter_for(self, model_type: str) -> Any:
+        """The adapter class for targets of a `model_type`.
+
+        Raises `ForedraftError` that names what was asked, what is known, which plugins failed, and how to write one.
+        """
+        claims = [r for r in self._of("adapter") if model_type in r.cls.model_types]
+        if not claims:
+            known = {t: r.name for r in self._of("adapter") for t in r.cls.model_types}
+            raise ForedraftError(
+                f"no adapter for targets of model_type '{model_type}'{nearest(model_type, known)}\n"
+                f"  known: {', '.join(f'{t} ({a})' for t, a in sorted(known.items())) or 'none'}\n"
+                f"{self._broken_text()}"
+                "  to add one: subclass foredraft.BaseDraft, list the model_type in `model_types`, and return the class from the hook\n"
+                "  foredraft_adapters() of a package with an entry point in the group 'foredraft' (see adapters/llama.py)"
+            )
+        return self._one(claims, f"targets of model_type '{model_type}'").cls
+
+    def _get(self, kind: str, name: str) -> Any:
+        claims = [r for r in self._of(kind) if r.name == name]
+        if not claims:
+            known = sorted({r.name for r in self._of(kind)})
+            raise ForedraftError(
+                f"unknown {kind} '{name}'{nearest(name, known)}\n  known: {', '.join(known) or 'none'}\n{self._broken_text()}".rstrip()
+            )
+        return self._one(claims, f"the {kind} name '{name}'").cls
+
+    def _of(self, kind: str) -> list[Registered]:
+        return [r for r in self.registered if r.kind == kind]
+
+    def _unique(self, kind: str) -> list[Registered]:
+        names = sorted({r.name for r in self._of(kind)})
+        return [self._one([r for r in self._of(kind) if r.name == n], f"the {kind} name '{n}'") for n in names]
+
+    def _one(self, claims: list[Registered], what: str) -> Registered:
+        preferred = [r for r in claims if self.prefer.get(r.name) == r.distribution]
+        if len(claims) == 1 or len(preferred) == 1:
+            return (preferred or claims)[0]
+        owners = " and ".join(f"'{r.name}' of {r.distribution}" for r in claims)
+        raise ForedraftError(
+            f"{what} is claimed twice: by {owners}\n"
+            f"  uninstall one, or choose: FOREDRAFT_PREFER={claims[0].name}={claims[-1].distribution} (or Registry(prefer={{...}}))"
+        )
+
+    def _broken_text(self) -> str:
+        return "".join(f"  plugin that failed to load: {b}\n" for b in self.broken)
+
+    def _load(self, load: Callable[[], Any], name: str, distribution: str) -> None:
+        try:
+            module = load()
+            self._plugins.register(module, name=f"{distribution}:{name}")
+            self._plugins.check_pending()
+            found = [
+                Registered(kind, cls.name, cls, distribution)
+                for kind in KINDS
+                for hook in getattr(self._plugins.hook, f"foredraft_{kind}s").get_hookimpls()
+                if hook.plugin is module
+                for cls in hook.function()
+            ]
+        except BaseException as error:  # a plugin may raise anything, SystemExit included
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            self._plugins.unregister(name=f"{distribution}:{name}")
+            self.broken.append(Broken(name, distribution, f"{type(error).__name__}: {error}"))
+        else:
+            self.registered += found
+
+
+@cache
+def default_registry() -> Registry:
+    """The registry of all installed plugins. `FOREDRAFT_PREFER=name=distribution,...` settles double claims."""
+    pairs = [p.split("=", 1) for p in os.environ.get("FOREDRAFT_PREFER", "").split(",") if "=" in p]
+    return Registry(prefer={name: distribution for name, distribution in pairs})

@@ -1,0 +1,136 @@
+"""The frozen target: what it says of a batch (`Signal`), from its own modules."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from .config import check_aux_layers
+from .errors import ForedraftError
+from .protocols import Batch
+
+# Rows of full-vocabulary logits alive at a time while the teacher's top token and normaliser are taken.
+CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What the target said of a batch. The teacher's rows are those the algorithm's plan asked for, in that order."""
+
+    aux_BSA: Tensor
+    """Concatenated hidden states of the aux layers."""
+    hidden_BST: Tensor
+    """Hidden states after the target's final norm."""
+    top_R: Tensor
+    """The teacher's most likely token at each of the plan's `teacher_rows`."""
+    logsumexp_R: Tensor
+    """The normaliser over the full vocabulary at each of the plan's `teacher_rows`, float32."""
+    target: "Target"
+
+    def logits(self, hidden_NT: Tensor, ids_W: Tensor | None = None) -> Tensor:
+        """The target's logits (soft-cap and scaling included), over the tokens `ids_W` or all, float32."""
+        return self.target.head(hidden_NT, ids_W)
+
+
+class Target:
+    """A causal language model seen by drafts: it captures hidden states and applies its head; it is never trained.
+
+    Raises `ForedraftError` where its head is not understood (final norm and head, applied by hand, must give its own logits).
+    """
+
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]):
+        self.model = model.eval().requires_grad_(False)
+        self.aux_layers = check_aux_layers(aux_layers, model.config.get_text_config().num_hidden_layers)
+        text = model.config.get_text_config()
+        self._multiplier = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+        self._soft_cap: float | None = getattr(text, "final_logit_softcapping", None)
+        self._head_rows: tuple[Tensor, Tensor] | None = None
+        self._check_head()
+
+    @property
+    def decoder(self) -> Any:
+        """The stack of decoder layers, final norm included."""
+        return self.model.get_decoder()
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V, T]."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, T]."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def norm_weight(self) -> Tensor | None:
+        """The final norm's weight [T], where it has one."""
+        return getattr(getattr(self.decoder, "norm", None), "weight", None)
+
+    def head(self, hidden_NT: Tensor, ids_W: Tensor | None = None) -> Tensor:
+        """Logits of post-norm hidden states, over the tokens `ids_W` or all, float32."""
+        head = self.model.get_output_embeddings()
+        weight, bias = head.weight, head.bias
+        if ids_W is not None:
+            weight = self._rows_of_head(ids_W)
+            bias = None if bias is None else bias[ids_W]
+        logits = F.linear(hidden_NT.to(weight.dtype), weight, bias).float() * self._multiplier
+        return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
+
+    @torch.no_grad()
+    def capture(self, batch: Batch) -> Signal:
+        """Run the target over a packed batch; documents do not see each other.
+
+        transformers tells documents apart by positions that restart (no attention mask given), in every attention implementation.
+        """
+        out = self.decoder(
+            input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False, **capture_arguments(self.aux_layers)
+        )
+        return self.signal(captured(out, self.aux_layers), out.last_hidden_state, batch["teacher_rows"])
+
+    @torch.no_grad()
+    def signal(self, aux_BSA: Tensor, hidden_BST: Tensor, teacher_rows_R: Tensor) -> Signal:
+        """A signal from hidden states; the teacher's rows are indices into the flattened [B·S]."""
+        rows_RT = hidden_BST.flatten(0, 1)[teacher_rows_R]
+        top, normaliser = [], []
+        for chunk_NT in rows_RT.split(CHUNK):
+            logits_NV = self.head(chunk_NT)
+            top.append(logits_NV.argmax(-1))
+            normaliser.append(logits_NV.logsumexp(-1))
+        empty = rows_RT.new_empty(0)
+        return Signal(
+            aux_BSA,
+            hidden_BST,
+            torch.cat(top) if top else empty.long(),
+            torch.cat(normaliser) if normaliser else empty.float(),
+            self,
+        )
+
+    def _rows_of_head(self, ids_W: Tensor) -> Tensor:
+        if self._head_rows is None or self._head_rows[0] is not ids_W:
+            self._head_rows = (ids_W, self.head_weight[ids_W])
+        return self._head_rows[1]
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        ids = torch.arange(1, 5, device=self.model.device)[None] % self.embedding_weight.shape[0]
+        theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+        ours = self.head(self.decoder(input_ids=ids, use_cache=False).last_hidden_state)
+        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
+            raise ForedraftError(
+                f"the head of {type(self.model).__name__} is not understood: final hidden state × head differs from its logits by up to "
+                f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras are logit_scale, logits_scaling and final_logit_softcapping"
+            )
+
+
+def capture_arguments(aux_layers: tuple[int, ...]) -> dict[str, Any]:
+    """Keyword arguments that make a forward return the aux layers alone (transformers counts layer *outputs* from 0)."""
+    return {"output_hidden_states": [i - 1 for i in aux_layers]}
+
+
+def captured(out: Any, aux_layers: tuple[int, ...]) -> Tensor:
+    """The concatenated aux states [B, S, A] of a forward made with `capture_arguments`."""
+    return torch.cat([out.hidden_states[i - 1] for i in aux_layers], dim=-1)

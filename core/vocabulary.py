@@ -1,0 +1,28 @@
+"""The draft vocabulary: the tokens a draft may propose, chosen by how often the supervised text uses them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ForedraftError
+
+
+def count_tokens(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
+    """How often each token id is supervised in packed rows (`input_ids`, `spans`); int64 [V]."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for row in rows:
+        ids, spans = torch.as_tensor(row["input_ids"]), torch.as_tensor(row["spans"])
+        counts += torch.bincount(ids[spans >= 0], minlength=vocab_size)
+    return counts
+
+
+def choose_vocabulary(counts_V: Tensor, size: int) -> Tensor:
+    """The `size` most frequent ids, ties and the unused ones by lower id; ascending, [W].
+
+    Raises `ForedraftError` if `size` exceeds the target's vocabulary.
+    """
+    if not 1 <= size <= len(counts_V):
+        raise ForedraftError(f"draft_vocab_size={size} does not fit the target's vocabulary of {len(counts_V)}: choose 1 to {len(counts_V)}")
+    return torch.sort(torch.argsort(counts_V, descending=True, stable=True)[:size]).values

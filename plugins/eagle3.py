@@ -1,0 +1,141 @@
+"""EAGLE-3: an autoregressive draft on fused target features, trained on its own outputs (training-time test). arXiv:2503.01840."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from foredraft import AlgorithmBase, DraftSpec, hookimpl
+from foredraft.attention import Causal, DecodingCache, Unrolled, UnrolledCache, take_rows
+from foredraft.losses import Teacher, soft_cross_entropy, step_weights
+from foredraft.protocols import Batch, Choose, Frozen, Layout, Step
+
+if TYPE_CHECKING:
+    from foredraft import BaseDraft, Signal
+
+
+class Eagle3(AlgorithmBase):
+    """Slot t holds the target's features after x_t and the embedding of x_{t+1}; it predicts x_{t+2}.
+
+    At step k the same slot reads x_{t+1+k} and its own output of step k-1, and predicts x_{t+2+k}.
+    """
+
+    name = "eagle3"
+    summary = "autoregressive draft on fused target features, trained on its own outputs"
+
+    class Options(Frozen):
+        """Options of EAGLE-3."""
+
+        ttt_steps: int = Field(7, ge=1, description="drafting steps unrolled in training (training-time test)")
+        step_decay: float = Field(0.8, gt=0, le=1, description="weight of each step relative to the one before")
+        num_layers: int = Field(1, ge=1, description="decoder layers of the draft")
+        num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
+        fc_norm: bool = Field(False, description="norm each aux chunk before fc (EAGLE-3.1)")
+        norm_output: bool = Field(False, description="feed back the post-norm state (EAGLE-3.1)")
+
+    @property
+    def spec(self) -> DraftSpec:
+        """A first layer that reads embedding and features side by side."""
+        o = self.options
+        return DraftSpec(num_layers=o.num_layers, num_aux=o.num_aux, fc_norm=o.fc_norm, norm_output=o.norm_output)
+
+    def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
+        """The slots that serving reaches: x_{t+1} .. x_{t+2+k} in one assistant span.
+
+        `slots` [B, Q] are those of step 0, padded with slot 0; `teacher_rows` [R] index the flattened [B·S]. Per step,
+        `queries[k]` [N_k] index the flattened [B·Q] and `teachers[k]` [N_k] the teacher rows; `counts` [K] are the N_k.
+        """
+        spans_BS = batch["spans"]
+        length = spans_BS.shape[1]
+        slots = [self._supervised(row, 0) for row in spans_BS]
+        width = max(1, *(len(s) for s in slots))
+        queries, rows = [], []
+        for k in range(self.options.ttt_steps):
+            at = [torch.isin(s, self._supervised(row, k)).nonzero()[:, 0] for s, row in zip(slots, spans_BS, strict=True)]
+            queries.append(torch.cat([b * width + q for b, q in enumerate(at)]))
+            rows.append(torch.cat([b * length + slots[b][q] + 1 + k for b, q in enumerate(at)]))
+        teacher_rows, inverse = torch.cat(rows).unique(return_inverse=True)
+        counts = [len(q) for q in queries]
+        return {
+            "slots": torch.stack([F.pad(s, (0, width - len(s))) for s in slots]),
+            "queries": queries,
+            "teachers": list(inverse.split(counts)),
+            "teacher_rows": teacher_rows,
+            "counts": torch.tensor(counts),
+        }
+
+    def _supervised(self, spans_S: Tensor, step: int) -> Tensor:
+        first, last = spans_S[1 : max(1, len(spans_S) - 1 - step)], spans_S[2 + step :]
+        return ((first >= 0) & (first == last)).nonzero()[:, 0]
+
+    def loss(self, draft: "BaseDraft", batch: Batch, signal: "Signal", counts: Tensor) -> Step:
+        """Soft cross-entropy of every step, Σ 0.8^k L_k / Σ 0.8^k with L_k the mean over supervised slots."""
+        states = self.unroll(draft, batch, signal.aux_BSA)
+        shares = step_weights(len(states), self.options.step_decay)
+        return soft_cross_entropy(
+            [state_BQD.flatten(0, 1)[query] for state_BQD, query in zip(states, batch["queries"], strict=True)],
+            draft.compute_logits,
+            Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
+            batch["teachers"],
+            [(share / counts[k].clamp(min=1)).expand(len(query)) for k, (share, query) in enumerate(zip(shares, batch["queries"], strict=True))],
+            draft.draft_ids,
+        )
+
+    def unroll(self, draft: "BaseDraft", batch: Batch, aux_BSA: Tensor) -> list[Tensor]:
+        """The draft's states at `batch["slots"]` after each step: K tensors [B, Q, D]."""
+        ids_BS, slots_BQ, positions_BS = batch["input_ids"], batch["slots"], batch["positions"]
+        last = ids_BS.shape[1] - 1
+        pattern = Unrolled(batch["documents"], slots_BQ)
+        cache = UnrolledCache()
+        context = draft.project_hidden_states(aux_BSA)
+        embeds = draft.embed_input_ids(ids_BS.roll(-1, dims=1))
+        hidden_BQD = draft.backbone(embeds, context, Layout(positions_BS, pattern, slots_BQ), cache)
+        states = [hidden_BQD]
+        positions_BQ = positions_BS.gather(1, slots_BQ)
+        for k in range(1, self.options.ttt_steps):
+            embeds = draft.embed_input_ids(ids_BS.gather(1, (slots_BQ + 1 + k).clamp(max=last)))
+            hidden_BQD = draft.backbone(embeds, hidden_BQD, Layout(positions_BQ + k, pattern), cache)
+            states.append(hidden_BQD)
+        return states
+
+    def drafter(self, draft: "BaseDraft") -> "ChainDrafter":
+        """Drafts a chain, one token per forward."""
+        return ChainDrafter(draft)
+
+
+class ChainDrafter:
+    """Keeps the keys and values of confirmed slots; drafted ones are recomputed from the target's features once accepted."""
+
+    def __init__(self, draft: "BaseDraft"):
+        self.draft, self.cache, self.confirmed = draft, DecodingCache(), 0
+
+    def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
+        """See `foredraft.protocols.Drafter`."""
+        draft, start = self.draft, self.confirmed
+        self.confirmed = start + aux_1NA.shape[1]
+        self.cache.crop(start)
+        positions = torch.arange(start, self.confirmed, device=ids.device)[None]
+        embeds = draft.embed_input_ids(ids[None, start + 1 : self.confirmed + 1])
+        rows = torch.tensor([[aux_1NA.shape[1] - 1]], device=ids.device)
+        context = draft.project_hidden_states(aux_1NA)
+        hidden_11D = take_rows(draft.backbone(embeds, context, Layout(positions, Causal()), self.cache), rows)
+        tokens: list[int] = []
+        scores: list[Tensor] = []
+        while True:
+            token, logits_V = choose(draft.compute_logits(hidden_11D)[0, 0], tokens)
+            tokens.append(token)
+            scores += [logits_V] if logits_V is not None else []
+            if len(tokens) == limit:
+                return tokens, scores
+            positions = positions[:, -1:] + 1
+            embeds = draft.embed_input_ids(torch.tensor([[token]], device=ids.device))
+            hidden_11D = draft.backbone(embeds, hidden_11D, Layout(positions, Causal()), self.cache)
+
+
+@hookimpl
+def foredraft_algorithms() -> list[type[Any]]:
+    """The algorithms of this file."""
+    return [Eagle3]
