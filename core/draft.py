@@ -12,7 +12,7 @@ from .attention import GroupedQueryAttention, take_rows
 from .attention.geometry import Rotary
 from .config import DraftConfigMixin, aux_layer_fields, check_aux_layers, default_aux_layers, describe_target, versions
 from .errors import ForedraftError
-from .protocols import AlgorithmBase, Batch, DraftSpec, KeyValueCache, Layout
+from .protocols import AlgorithmBase, Batch, DraftSpec, KeyValueCache, Layout, Pattern
 from .target import Signal, Target
 
 
@@ -73,8 +73,9 @@ class BaseDraft(PreTrainedModel):
         rotary: Rotary = self.rotary_emb(context_BQD, layout.positions)
         hidden_BQD = context_BQD
         for i, layer in enumerate(self.layers):
-            rows = layout.rows if i == len(self.layers) - 1 else None  # all layers need every input's keys and values
-            hidden_BQD = layer(embeds_BQD if i == 0 else None, hidden_BQD, rotary, layout, cache, rows)
+            last = i == len(self.layers) - 1  # the layers below it work on every input: the next one needs its keys and values
+            pattern, rows = (layout.pattern, layout.rows) if last else (layout.below or layout.pattern, None)
+            hidden_BQD = layer(embeds_BQD if i == 0 else None, hidden_BQD, rotary, pattern, cache, rows)
         return self.norm(hidden_BQD) if self.config.norm_output else hidden_BQD
 
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ class DraftLayer(nn.Module):
         embeds_BQD: Tensor | None,
         hidden_BQD: Tensor,
         rotary: Rotary,
-        layout: Layout,
+        pattern: Pattern,
         cache: KeyValueCache | None,
         rows: LongTensor | None,
     ) -> Tensor:
@@ -220,5 +221,5 @@ class DraftLayer(nn.Module):
             x = torch.cat([self.input_layernorm(embeds_BQD), self.hidden_norm(hidden_BQD)], dim=-1)
         else:
             x = self.input_layernorm(hidden_BQD)
-        hidden_BQD = take_rows(hidden_BQD, rows) + self.self_attn(x, rotary, layout.pattern, cache, rows)
+        hidden_BQD = take_rows(hidden_BQD, rows) + self.self_attn(x, rotary, pattern, cache, rows)
         return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))

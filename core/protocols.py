@@ -62,6 +62,8 @@ class Layout:
     pattern: Pattern
     rows: LongTensor | None = None
     """[B, Q'] inputs whose output is wanted; the others only give keys and values. None: all."""
+    below: Pattern | None = None
+    """What the layers below the last one see: all inputs are queries there, whatever `rows` says. None: the same pattern."""
 
 
 class DraftModel(Protocol):

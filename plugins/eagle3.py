@@ -43,18 +43,19 @@ class Eagle3(AlgorithmBase):
         return DraftSpec(num_layers=o.num_layers, num_aux=o.num_aux, fc_norm=o.fc_norm, norm_output=o.norm_output)
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
-        """The slots that serving reaches: x_{t+1} .. x_{t+2+k} in one assistant span.
+        """The slots that serving reaches: x_{t+1} .. x_{t+2+k} in one assistant span of x_t's document.
 
         `slots` [B, Q] are those of step 0, padded with slot 0; `teacher_rows` [R] index the flattened [B·S]. Per step,
         `queries[k]` [N_k] index the flattened [B·Q] and `teachers[k]` [N_k] the teacher rows; `counts` [K] are the N_k.
         """
-        spans_BS = batch["spans"]
+        spans_BS, documents_BS = batch["spans"], batch["documents"]
         length = spans_BS.shape[1]
-        slots = [self._supervised(row, 0) for row in spans_BS]
+        rows_B = list(zip(spans_BS, documents_BS, strict=True))
+        slots = [self._supervised(*row, 0) for row in rows_B]
         width = max(1, *(len(s) for s in slots))
         queries, rows = [], []
         for k in range(self.options.ttt_steps):
-            at = [torch.isin(s, self._supervised(row, k)).nonzero()[:, 0] for s, row in zip(slots, spans_BS, strict=True)]
+            at = [torch.isin(s, self._supervised(*row, k)).nonzero()[:, 0] for s, row in zip(slots, rows_B, strict=True)]
             queries.append(torch.cat([b * width + q for b, q in enumerate(at)]))
             rows.append(torch.cat([b * length + slots[b][q] + 1 + k for b, q in enumerate(at)]))
         teacher_rows, inverse = torch.cat(rows).unique(return_inverse=True)
@@ -67,9 +68,11 @@ class Eagle3(AlgorithmBase):
             "counts": torch.tensor(counts),
         }
 
-    def _supervised(self, spans_S: Tensor, step: int) -> Tensor:
-        first, last = spans_S[1 : max(1, len(spans_S) - 1 - step)], spans_S[2 + step :]
-        return ((first >= 0) & (first == last)).nonzero()[:, 0]
+    def _supervised(self, spans_S: Tensor, documents_S: Tensor, step: int) -> Tensor:
+        count = max(0, len(spans_S) - 2 - step)
+        first, last = spans_S[1 : 1 + count], spans_S[2 + step :]
+        own = documents_S[:count] == documents_S[1 : 1 + count]  # no slot leads into a document that begins with a span
+        return ((first >= 0) & (first == last) & own).nonzero()[:, 0]
 
     def loss(self, draft: "BaseDraft", batch: Batch, signal: "Signal", counts: Tensor) -> Step:
         """Soft cross-entropy of every step, Σ 0.8^k L_k / Σ 0.8^k with L_k the mean over supervised slots."""
@@ -92,7 +95,7 @@ class Eagle3(AlgorithmBase):
         cache = UnrolledCache()
         context = draft.project_hidden_states(aux_BSA)
         embeds = draft.embed_input_ids(ids_BS.roll(-1, dims=1))
-        hidden_BQD = draft.backbone(embeds, context, Layout(positions_BS, pattern, slots_BQ), cache)
+        hidden_BQD = draft.backbone(embeds, context, Layout(positions_BS, pattern, slots_BQ, below=Causal(batch["documents"])), cache)
         states = [hidden_BQD]
         positions_BQ = positions_BS.gather(1, slots_BQ)
         for k in range(1, self.options.ttt_steps):
