@@ -1,0 +1,21 @@
+"""Settings for all tests: one thread, no network, no progress bars."""
+
+import os
+
+# Read once, when the libraries are first imported.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+import datasets
+import torch
+from transformers.utils import logging
+
+torch.set_num_threads(1)
+datasets.disable_progress_bars()
+logging.disable_progress_bar()

@@ -1,0 +1,165 @@
+"""EAGLE-3 and 3.1 against recorded outputs of NeMo Automodel, SpecForge and speculators (see golden/README.md)."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import LlamaConfig
+
+from foredraft import auto_draft
+from foredraft.losses import Teacher, soft_cross_entropy, step_weights
+
+GOLDEN = Path(__file__).parent / "golden"
+STEPS, DECAY = 3, 0.8
+CONFIG = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=128,
+)
+
+
+@dataclass
+class Golden:
+    """One file, and our draft with its weights; slots are the flattened [B·T] positions of the file."""
+
+    name: str
+    fc_norm: bool
+    norm_output: bool
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return load_file(GOLDEN / f"{self.name}.safetensors")
+
+    def ours(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors under `prefix`, by our parameter names."""
+        names = {n: n.removeprefix(f"{prefix}.").removeprefix("model.") for n in self.tensors if n.startswith(f"{prefix}.")}
+        named = {ours.replace("midlayer.", "layers.0."): self.tensors[n] for n, ours in names.items()}
+        return {n: t for n, t in named.items() if not n.startswith("verifier_")}
+
+    @cached_property
+    def draft(self) -> Any:
+        draft = auto_draft(CONFIG, "eagle3", ttt_steps=STEPS, fc_norm=self.fc_norm, norm_output=self.norm_output, draft_vocab_size=128)
+        draft.load_state_dict(self.ours("weights"), strict=True)
+        draft.embed_tokens.requires_grad_(False)
+        return draft
+
+    @cached_property
+    def states(self) -> list[Tensor]:
+        """Our states after each step, [B, T, D]. Their ids are shifted by one, so ours begin with a token that no slot reads."""
+        ids_BT, aux_BTA = self.tensors["inputs.input_ids"], self.tensors["inputs.aux"]
+        rows, length = ids_BT.shape
+        index_BT = torch.arange(length).expand(rows, -1)
+        border = torch.full((rows, 1), -1)
+        batch = {
+            "input_ids": torch.cat([torch.zeros(rows, 1, dtype=torch.long), ids_BT], dim=1),
+            "documents": torch.cat([self.tensors.get("inputs.document_ids", torch.zeros_like(ids_BT)), border], dim=1),
+            "positions": torch.cat([self.tensors.get("inputs.position_ids", index_BT), border + 1], dim=1),
+            "slots": index_BT,
+        }
+        aux_BSA = torch.cat([aux_BTA, torch.zeros_like(aux_BTA[:, :1])], dim=1)
+        return self.draft.algorithm.unroll(self.draft, batch, aux_BSA)
+
+    @cached_property
+    def teacher(self) -> Teacher:
+        logits_RV = self.tensors["inputs.target_hidden"].flatten(0, 1) @ self.tensors["inputs.target_head"].T
+        logits_RW = logits_RV[:, self.draft.draft_ids]
+        # speculators has no filter on the draft vocabulary: its teacher's top token is always one of it.
+        top_R = self.draft.draft_ids[logits_RW.argmax(-1)] if self.name.startswith("speculators") else logits_RV.argmax(-1)
+        return Teacher(logits_RW, top_R, logits_RV.logsumexp(-1))
+
+    def slots(self, step: int) -> Tensor:
+        """The slots whose token exists at `step`; the teacher's row of slot n is n + step."""
+        rows, length = self.tensors["inputs.input_ids"].shape
+        return torch.arange(rows * length).view(rows, length)[:, : length - step].flatten()
+
+    def step_loss(self, step: int) -> Tensor:
+        """This step's loss as the peer forms it."""
+        slots = self.slots(step)
+        mask_N = self.tensors["inputs.loss_mask"].flatten()[slots + step].float()
+        if self.name.startswith("nemo"):
+            nameable_N = torch.isin(self.teacher.top_R[slots + step], self.draft.draft_ids)
+            weights_N = mask_N / (mask_N * nameable_N).sum()
+        elif self.name.startswith("specforge"):
+            weights_N = mask_N / self.tensors["inputs.loss_mask"].numel()
+        else:
+            weights_N = mask_N / (mask_N.sum() + 1e-5)
+        states = [self.states[step].flatten(0, 1)[slots]]
+        loss = soft_cross_entropy(states, self.draft.compute_logits, self.teacher, [slots + step], [weights_N], self.draft.draft_ids).loss
+        if self.name.startswith("speculators"):
+            log_p_NW = self.teacher.logits_RW[slots + step].log_softmax(-1)
+            loss = loss + (weights_N[:, None] * log_p_NW.exp() * log_p_NW).sum()  # KL = CE - entropy
+        return loss
+
+    @cached_property
+    def total_loss(self) -> Tensor:
+        shares = step_weights(STEPS, DECAY) if self.name.startswith("nemo") else [DECAY**k for k in range(STEPS)]
+        return torch.stack([share * self.step_loss(k) for k, share in enumerate(shares)]).sum()
+
+
+FILES = {
+    "nemo_eagle3": (False, False),
+    "nemo_eagle31": (True, True),
+    "specforge_eagle3": (False, False),
+    "specforge_eagle3_fcnorm": (True, False),
+    "speculators_eagle3": (False, False),
+    "speculators_eagle31": (True, True),
+}
+
+
+@pytest.fixture(scope="module", params=FILES)
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return Golden(request.param, *FILES[request.param])
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+def test_states_and_logits(golden: Golden, step: int) -> None:
+    slots, state, logits = golden.slots(step), golden.states[step], golden.draft.compute_logits(golden.states[step])
+    their_state, their_logits = golden.tensors[f"step{step}.hidden"], golden.tensors[f"step{step}.logits"]
+    if golden.name == "speculators_eagle31":  # recorded before the norm, fed back after it
+        their_state = golden.draft.norm(their_state)
+    for ours, theirs in ((state, their_state), (logits, their_logits)):
+        assert_close(ours.flatten(0, 1)[slots], theirs.flatten(0, 1)[slots], rtol=1e-5, atol=1e-5)
+
+
+def test_teacher(golden: Golden) -> None:
+    if "targets" in golden.tensors:  # speculators: over the draft vocabulary
+        assert_close(golden.teacher.logits_RW, golden.tensors["targets"][0], rtol=1e-5, atol=1e-5)
+    else:
+        assert_close(golden.teacher.logsumexp_R, golden.tensors["target_logits"].logsumexp(-1).flatten(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+def test_step_loss(golden: Golden, step: int) -> None:
+    recorded_with = DECAY**step if golden.name.startswith("speculators") else 1.0
+    assert_close(recorded_with * golden.step_loss(step), golden.tensors[f"step{step}.loss"], rtol=1e-5, atol=1e-5)
+
+
+def test_total_loss_and_gradients(golden: Golden) -> None:
+    assert_close(golden.total_loss, golden.tensors["loss"], rtol=1e-5, atol=1e-5)
+    parameters = {name: p for name, p in golden.draft.named_parameters() if p.requires_grad}
+    gradients = dict(zip(parameters, torch.autograd.grad(golden.total_loss, list(parameters.values()), retain_graph=True), strict=True))
+    theirs = golden.ours("grads")
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"gradient of {name}: {m}")
+
+
+def test_draft_vocabulary(golden: Golden) -> None:
+    ids_W = golden.tensors["inputs.selected_token_ids"]
+    assert_close(golden.draft.draft_ids, ids_W)
+    fresh = auto_draft(CONFIG, "eagle3", draft_vocab_size=128)
+    fresh.set_draft_vocabulary(ids_W)
+    assert_close(fresh.d2t, golden.ours("weights")["d2t"])
+    assert_close(fresh.t2d, golden.ours("weights")["t2d"])

@@ -1,0 +1,187 @@
+"""What is trained and what is not: plans against enumeration, packing against separate documents, nothing from one to another."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import Document, gradients, tiny_batch, tiny_document, tiny_draft, tiny_rows, tiny_signal, tiny_target
+from torch import Tensor
+from torch.testing import assert_close
+
+from foredraft import Target
+from foredraft.data.collate import positions_within
+from foredraft.plugins.eagle3 import Eagle3
+
+STEPS = 3
+
+
+def reachable(row: dict[str, Any], step: int) -> list[int]:
+    """The slots t with x_t .. x_{t+2+step} in one document and x_{t+1} .. x_{t+2+step} in one assistant span."""
+    spans, documents = row["spans"], row["documents"]
+    found = []
+    for t in range(len(spans)):
+        needed = range(t + 1, t + 3 + step)
+        if needed[-1] >= len(spans) or any(documents[i] != documents[t] for i in needed):
+            continue
+        if all(spans[i] == spans[t + 1] and spans[i] >= 0 for i in needed):
+            found.append(t)
+    return found
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> tuple[list[list[str]], int]:
+    """One to three rows of documents of `u`, `a` and `b`, in runs so that long spans occur, and room for padding."""
+    run = st.tuples(st.sampled_from("uab"), st.integers(1, 6)).map(lambda r: r[0] * r[1])
+    document = st.lists(run, min_size=1, max_size=4).map("".join)
+    rows = draw(st.lists(st.lists(document, min_size=1, max_size=3), min_size=1, max_size=3))
+    return rows, max(len("".join(r)) for r in rows) + draw(st.integers(0, 4))
+
+
+class TestPlan:
+    @given(packed(), st.integers(1, 5))
+    @settings(max_examples=150, deadline=None)
+    def test_equals_enumeration(self, documents: tuple[list[list[str]], int], steps: int) -> None:
+        rows = tiny_rows(*documents)
+        batch = tiny_batch(Eagle3(ttt_steps=steps), rows)
+        length, width = len(rows[0]["input_ids"]), batch["slots"].shape[1]
+        for b, row in enumerate(rows):  # slots: those of step 0, padded
+            known = reachable(row, 0)
+            assert batch["slots"][b].tolist() == known + [0] * (width - len(known))
+        for k in range(steps):
+            expected = [(b, t) for b, row in enumerate(rows) for t in reachable(row, k)]
+            at = [divmod(n, width) for n in batch["queries"][k].tolist()]
+            assert [(b, int(batch["slots"][b, q])) for b, q in at] == expected
+            assert batch["teacher_rows"][batch["teachers"][k]].tolist() == [b * length + t + 1 + k for b, t in expected]
+            assert batch["counts"][k] == len(expected)
+        used = torch.cat(batch["teachers"]).unique()
+        assert used.tolist() == list(range(len(batch["teacher_rows"])))  # the target is asked for nothing in vain
+
+    def test_a_document_that_begins_with_its_answer(self) -> None:
+        """Its first token has no slot before it: the slot there belongs to the document before."""
+        batch = tiny_batch(Eagle3(ttt_steps=1), tiny_rows([["uuu", "aaaa"]]))
+        assert batch["slots"].tolist() == [[3, 4]]
+
+    def test_positions_restart_with_each_document(self) -> None:
+        documents = torch.tensor([[0, 0, 0, 1, 2, 2, -1, -1], [0] * 8])
+        assert positions_within(documents).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], list(range(8))]
+
+    def test_the_shortest_rows(self) -> None:
+        for length in (1, 2, 3):
+            counts = tiny_batch(Eagle3(ttt_steps=4), tiny_rows([["a" * length]]))["counts"]
+            assert counts.tolist() == [max(0, length - 2 - k) for k in range(4)]
+
+
+MODEL = tiny_target()
+DOCUMENTS = [tiny_document(letters, seed=i) for i, letters in enumerate(["uuuaaaaaauaaa", "uaaaaa", "aaaaauub", "uuaaaaabbbb", "uuu"])]
+PACKED = [[0, 1, 4], [2, 3]]
+
+
+@pytest.fixture(params=[1, 2], ids=["1 layer", "2 layers"])
+def draft(request: pytest.FixtureRequest) -> Any:
+    made = tiny_draft(MODEL, num_layers=request.param, ttt_steps=STEPS, draft_vocab_size=30)
+    made.embed_tokens.requires_grad_(True)
+    return made
+
+
+def rows_of(packed: Sequence[Sequence[int]], length: int | None = None) -> list[dict[str, Any]]:
+    return tiny_rows([[DOCUMENTS[i] for i in row] for row in packed], length)
+
+
+def trained(draft: Any, batches: Sequence[Sequence[dict[str, Any]]]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Loss, gradients and metrics, accumulated over batches with the counts of all of them."""
+    made = [tiny_batch(draft.algorithm, rows) for rows in batches]
+    counts = torch.stack([b["counts"] for b in made]).sum(0)
+    total, metrics = torch.zeros(()), {}
+    for batch in made:
+        out = draft(batch, tiny_signal(MODEL, draft, batch), counts)
+        out["loss"].backward()
+        total += out["loss"].detach()
+        metrics = {name: metrics.get(name, 0) + value for name, value in out["metrics"].items()}
+    return total, gradients(draft), metrics
+
+
+class TestTheLossDependsOnTheDocumentsAlone:
+    REARRANGED: ClassVar = {
+        "a row each": [[[0], [1], [4], [2], [3]]],
+        "other rows": [[[3, 4, 1], [0, 2]]],
+        "other order": [[[2, 3], [0, 1, 4]]],
+        "two batches": [[[0, 1, 4]], [[2, 3]]],
+        "a batch each": [[[0]], [[1]], [[4]], [[2]], [[3]]],
+        "one row": [[[4, 3, 2, 1, 0]]],
+    }
+
+    @pytest.mark.parametrize("length", [None, 60])
+    @pytest.mark.parametrize("case", REARRANGED)
+    def test_packing_order_padding_and_accumulation(self, draft: Any, case: str, length: int | None) -> None:
+        reference = trained(draft, [rows_of(PACKED)])
+        ours = trained(draft, [rows_of(packed, length) for packed in self.REARRANGED[case]])
+        assert reference[0] > 0
+        assert_close(ours, reference, rtol=1e-4, atol=1e-6)
+
+    def test_a_batch_without_supervised_slots(self, draft: Any) -> None:
+        """Its loss is zero and still has a gradient for every parameter, as collectives need."""
+        loss, found, metrics = trained(draft, [tiny_rows([["uuuuu"], ["uauua"]])])
+        assert loss == 0
+        assert all(g.eq(0).all() for g in found.values())
+        assert metrics["count"].tolist() == [0] * STEPS
+
+
+class TestNothingCrossesDocuments:
+    @pytest.mark.parametrize("supervised", [0, 1, 2])
+    def test_gradients_stay_in_the_supervised_document(self, draft: Any, supervised: int) -> None:
+        """Three documents with tokens of their own; with one supervised, the others' aux states and embeddings get exactly zero."""
+        layers = len(draft.layers)
+        draft = tiny_draft(MODEL, num_layers=layers, ttt_steps=STEPS)  # the whole vocabulary, so that every supervised slot has a loss
+        draft.embed_tokens.requires_grad_(True)
+        letters, silent = "uuaaaaaauaa", "uuuuuuuuuuu"
+        documents = [
+            Document(tiny_document(letters, i, low=1 + 16 * i, high=17 + 16 * i).ids, letters if i == supervised else silent)
+            for i in range(3)
+        ]
+        batch = tiny_batch(draft.algorithm, tiny_rows([documents], 40))
+        signal = tiny_signal(MODEL, draft, batch)
+        aux_BSA = signal.aux_BSA.clone().requires_grad_()
+        target = Target(MODEL, draft.config.aux_layers)
+        draft(batch, target.signal(aux_BSA, signal.hidden_BST, batch["teacher_rows"]), batch["counts"])["loss"].backward()
+        embedding_grad = gradients(draft)["embed_tokens.weight"]
+        own = batch["documents"] == supervised
+        assert aux_BSA.grad is not None
+        assert aux_BSA.grad[~own].eq(0).all()
+        assert embedding_grad[~torch.isin(torch.arange(50), batch["input_ids"][own])].eq(0).all()
+        # From its first slot to its last supervised one, the document itself does learn.
+        last = int(batch["slots"].max())
+        first = int(own[0].nonzero()[0])
+        assert aux_BSA.grad[0, first : last + 1].abs().amax(-1).gt(0).all()
+        assert aux_BSA.grad[0, last + 1 :].eq(0).all()
+
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    def test_the_target_sees_each_document_alone(self, attention: str) -> None:
+        model = tiny_target(attn_implementation=attention)
+        target = Target(model, (2, 4, 5))
+        rows = rows_of(PACKED)
+        batch = tiny_batch(Eagle3(ttt_steps=STEPS), rows)
+        signal = target.capture(batch)
+        for b, packed in enumerate(PACKED):
+            for number, i in enumerate(packed):
+                own = batch["documents"][b] == number
+                out = model(torch.tensor([DOCUMENTS[i].ids]), output_hidden_states=True)
+                aux = torch.cat([out.hidden_states[layer] for layer in target.aux_layers], dim=-1)
+                assert_close(signal.aux_BSA[b, own], aux[0], rtol=1e-3, atol=1e-4)
+                assert_close(signal.hidden_BST[b, own], out.hidden_states[-1][0], rtol=1e-3, atol=1e-4)
+                at = batch["teacher_rows"] - b * batch["input_ids"].shape[1]
+                here = (at >= 0) & (at < len(own)) & own[at.clamp(0, len(own) - 1)]
+                logits = out.logits[0][batch["positions"][b][at[here]]]
+                assert signal.top_R[here].tolist() == logits.argmax(-1).tolist()
+                assert_close(signal.logsumexp_R[here], logits.logsumexp(-1), rtol=1e-3, atol=1e-4)
+
+    def test_the_next_documents_tokens_change_nothing(self, draft: Any) -> None:
+        """The same document before different neighbours: bit-equal plan, equal loss."""
+        losses = []
+        for seed in (1, 2):
+            neighbour = tiny_document("uuuuuuu", seed=seed)
+            batch = tiny_batch(draft.algorithm, tiny_rows([[neighbour, DOCUMENTS[0], neighbour]]))
+            losses.append(draft(batch, tiny_signal(MODEL, draft, batch), batch["counts"])["loss"])
+        assert_close(losses[0], losses[1], rtol=1e-6, atol=1e-7)
