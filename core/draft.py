@@ -82,6 +82,11 @@ class BaseDraft(PreTrainedModel):
         """Logits over the draft vocabulary, [B, Q, W]."""
         return self.lm_head(hidden_BQD if self.config.norm_output else self.norm(hidden_BQD))
 
+    def head_parameters(self) -> list[Tensor]:
+        """The trained parameters that `compute_logits` reads."""
+        modules = (self.lm_head,) if self.config.norm_output else (self.norm, self.lm_head)
+        return [p for module in modules for p in module.parameters() if p.requires_grad]
+
     @classmethod
     def aux_layers(cls, target_config: PretrainedConfig, count: int) -> tuple[int, ...]:
         """The target layers a draft reads by default, as HF `hidden_states` indices."""

@@ -10,6 +10,10 @@ from .protocols import Step
 from .target import Signal
 
 
+METRICS = ("count", "correct", "accepted", "cross_entropy")
+"""The metrics of a `Step`, in order."""
+
+
 @dataclass(frozen=True)
 class Teacher:
     """The teacher's word on R rows; a row may serve several drafting steps."""
@@ -52,7 +56,7 @@ def soft_cross_entropy(
     target's vocabulary: the chance that speculative sampling accepts), `cross_entropy` (unweighted).
     """
     total = states[0].new_zeros((), dtype=torch.float32)
-    sums: dict[str, list[Tensor]] = {"count": [], "correct": [], "accepted": [], "cross_entropy": []}
+    sums: dict[str, list[Tensor]] = {name: [] for name in METRICS}
     for state_ND, rows_N, weight_N in zip(states, teacher_rows, weights, strict=True):
         log_q_NW = compute_logits(state_ND).float().log_softmax(-1)
         target_NW = teacher.logits_RW[rows_N]

@@ -109,8 +109,8 @@ class Drafter(Protocol):
 class Choose(Protocol):
     """Picks a token from draft logits, as the caller's generation settings say."""
 
-    def __call__(self, logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor | None]:
-        """The chosen target id, and the processed logits [V] when sampling."""
+    def __call__(self, logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor | None] | None:
+        """The chosen target id, and the processed logits [V] when sampling; None if no token may follow."""
         ...
 
 

@@ -97,6 +97,16 @@ class Registry:
             )
         return self._one(claims, f"targets of model_type '{model_type}'").cls
 
+    def double_claims(self) -> list[str]:
+        """What two plugins claim at once, a text each."""
+        problems = []
+        for kind, name in sorted({(r.kind, r.name) for r in self.registered}):
+            try:
+                self._one([r for r in self._of(kind) if r.name == name], f"the {kind} name '{name}'")
+            except ForedraftError as error:
+                problems.append(str(error))
+        return problems
+
     def _get(self, kind: str, name: str) -> Any:
         claims = [r for r in self._of(kind) if r.name == name]
         if not claims:

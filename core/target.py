@@ -132,5 +132,7 @@ def capture_arguments(aux_layers: tuple[int, ...]) -> dict[str, Any]:
 
 
 def captured(out: Any, aux_layers: tuple[int, ...]) -> Tensor:
-    """The concatenated aux states [B, S, A] of a forward made with `capture_arguments`."""
-    return torch.cat([out.hidden_states[i - 1] for i in aux_layers], dim=-1)
+    """The concatenated aux states [B, S, A] of a forward made with `capture_arguments`, or with `output_hidden_states=True`."""
+    states = out.hidden_states
+    shift = 0 if all(state is not None for state in states) and len(states) > aux_layers[-1] + 1 else 1
+    return torch.cat([states[i - shift] for i in aux_layers], dim=-1)

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
 from foredraft.attention import Causal, DecodingCache, Unrolled, UnrolledCache, take_rows
-from foredraft.losses import Teacher, soft_cross_entropy, step_weights
+from foredraft.fused_loss import fused_soft_cross_entropy
+from foredraft.losses import Teacher, step_weights
 from foredraft.protocols import Batch, Choose, Frozen, Layout, Step
 
 if TYPE_CHECKING:
@@ -78,9 +79,10 @@ class Eagle3(AlgorithmBase):
         """Soft cross-entropy of every step, Σ 0.8^k L_k / Σ 0.8^k with L_k the mean over supervised slots."""
         states = self.unroll(draft, batch, signal.aux_BSA)
         shares = step_weights(len(states), self.options.step_decay)
-        return soft_cross_entropy(
+        return fused_soft_cross_entropy(
             [state_BQD.flatten(0, 1)[query] for state_BQD, query in zip(states, batch["queries"], strict=True)],
             draft.compute_logits,
+            draft.head_parameters(),
             Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
             batch["teachers"],
             [(share / counts[k].clamp(min=1)).expand(len(query)) for k, (share, query) in enumerate(zip(shares, batch["queries"], strict=True))],
@@ -128,7 +130,10 @@ class ChainDrafter:
         tokens: list[int] = []
         scores: list[Tensor] = []
         while True:
-            token, logits_V = choose(draft.compute_logits(hidden_11D)[0, 0], tokens)
+            chosen = choose(draft.compute_logits(hidden_11D)[0, 0], tokens)
+            if chosen is None:
+                return tokens, scores
+            token, logits_V = chosen
             tokens.append(token)
             scores += [logits_V] if logits_V is not None else []
             if len(tokens) == limit:

@@ -1,0 +1,46 @@
+"""What several commands share: loading models, and options that mean the same everywhere."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ForedraftError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..draft import BaseDraft
+
+TargetOption = Annotated[str, typer.Option("--target", help="directory or hub id of the target")]
+DraftOption = Annotated[str, typer.Option("--draft", help="directory of the draft")]
+DtypeOption = Annotated[str, typer.Option(help="dtype to run in: auto, float32, bfloat16, float16")]
+DraftTokensOption = Annotated[int, typer.Option("--num-draft-tokens", "-k", min=1, help="tokens drafted per pass of the target")]
+
+
+def load_target(name: str, dtype: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The target, on the GPU if there is one, and its tokenizer. Raises `ForedraftError` if it is not there."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ForedraftError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ForedraftError(f"target '{name}' could not be loaded: {error}") from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def load_draft_for(path: str, target: Any) -> "BaseDraft":
+    """The draft in `path`, in the target's dtype and on its device."""
+    from ..auto import auto_draft
+    from ..decoding.generate import check_pair
+
+    draft = auto_draft(path)
+    if getattr(draft.config, "foredraft", None) is None or draft.algorithm is None:
+        raise ForedraftError(f"'{path}' is no draft")
+    check_pair(target, draft)
+    return draft.to(target.device, target.dtype).eval()

@@ -1,0 +1,104 @@
+"""`foredraft generate` and `foredraft eval`."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import DraftOption, DraftTokensOption, DtypeOption, TargetOption, load_draft_for, load_target
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="what to ask")],
+    target: TargetOption,
+    draft: DraftOption,
+    num_draft_tokens: DraftTokensOption = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Stream an answer, drafted and verified, then print τ and tokens per second."""
+    from transformers import TextStreamer
+
+    from ..decoding import DraftingStats
+    from ..decoding import generate as run
+    from ..decoding.evaluate import encode
+
+    model, tokenizer = load_target(target, dtype)
+    drafter = load_draft_for(draft, model)
+    ids = encode(tokenizer, [{"role": "user", "content": prompt}], model.device)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    stats = DraftingStats()
+    start = time.perf_counter()
+    out = run(
+        model,
+        drafter,
+        ids,
+        num_draft_tokens=num_draft_tokens,
+        stats=stats,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id or 0,
+        **sampling,
+    )
+    seconds, tokens = time.perf_counter() - start, out.shape[1] - ids.shape[1]
+    acceptance = " ".join(f"{a:.2f}" for a in stats.acceptance)
+    print(f"\nτ {stats.tau:.2f} (chain of {num_draft_tokens}), accepted per position: {acceptance}; {tokens / seconds:.1f} tokens/s ({model.dtype})")
+
+
+def evaluate(
+    target: TargetOption,
+    draft: DraftOption,
+    prompts: Annotated[Path, typer.Option(help="JSONL with prompt, turns (the first is asked) or messages")],
+    num_draft_tokens: DraftTokensOption = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="only the first so many prompts")] = None,
+    dtype: DtypeOption = "auto",
+    baseline: Annotated[bool, typer.Option(help="also decode without the draft, and compare")] = True,
+    out: Annotated[Path | None, typer.Option(help="write the result as JSON here, and the plot beside it")] = None,
+    record: Annotated[bool, typer.Option(help="note τ in the draft's config.json")] = False,
+) -> None:
+    """Measure τ, acceptance per position and speed; greedy outputs must equal plain decoding's."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ..checkpoint import record as note
+    from ..checkpoint import write_text
+    from ..decoding import evaluate as run
+    from ..decoding import load_prompts
+    from ..decoding.report import demand_identical, plot_acceptance, table
+
+    questions = load_prompts(prompts, limit)
+    model, tokenizer = load_target(target, dtype)
+    drafter = load_draft_for(draft, model)
+    console = Console()
+    with Progress(console=console) as bar:
+        task = bar.add_task("prompts", total=len(questions))
+        result = run(
+            model,
+            drafter,
+            tokenizer,
+            questions,
+            num_draft_tokens=num_draft_tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            baseline=baseline,
+            progress=lambda n, stats: bar.update(task, completed=n, description=f"prompts  τ {stats.tau:.2f}"),
+        )
+    result.settings["prompts"] = str(prompts)
+    console.print(table({prompts.stem: result}))
+    if out is not None:
+        write_text(out, result.to_json())
+        plot_acceptance({prompts.stem: result}, out.with_suffix(".png"))
+        console.print(f"written: {out} and {out.with_suffix('.png')}")
+    if record:
+        note(draft, **{prompts.stem: {"tau": round(result.tau, 3), **result.settings}})
+    demand_identical(result)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command()(generate)
+    app.command("eval")(evaluate)

@@ -1,0 +1,152 @@
+"""Measures a draft: τ, acceptance per position, and speed against plain decoding of the same prompts in the same run."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data import messages_of
+from ..draft import BaseDraft
+from ..errors import ForedraftError
+from .generate import generate
+from .stats import DraftingStats
+
+Prompt = list[dict[str, Any]]
+
+
+@dataclass
+class Evaluation:
+    """A measured τ and all that it depends on."""
+
+    tau: float
+    acceptance: list[float]
+    """Share of drafts accepted at position 1, 2, ..."""
+    prompts: int
+    emitted: int
+    """Tokens generated with the draft, the one that prefill emits included."""
+    tokens_per_second: float
+    plain_tokens_per_second: float | None
+    identical: int | None
+    """Prompts whose greedy output equals plain decoding's; None when sampling or without the baseline."""
+    different: list[int]
+    """The other prompts, by number."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def speedup(self) -> float | None:
+        """Drafted over plain tokens per second."""
+        return self.tokens_per_second / self.plain_tokens_per_second if self.plain_tokens_per_second else None
+
+    def to_json(self) -> str:
+        """All fields, and the speed-up."""
+        return json.dumps({**asdict(self), "speedup": self.speedup}, indent=2)
+
+
+def load_prompts(file: str | Path, limit: int | None = None) -> list[Prompt]:
+    """Prompts from JSONL with `prompt` (text), `turns` (the first one is asked) or `messages` (up to the last user turn).
+
+    Raises `ForedraftError` naming the line that has none of these.
+    """
+    prompts: list[Prompt] = []
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ForedraftError(f"prompts '{file}': {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (limit is not None and len(prompts) >= limit):
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ForedraftError(f"prompts '{file}', line {number} is no JSON: {error}") from error
+        if isinstance(row.get("prompt"), str):
+            prompts.append([{"role": "user", "content": row["prompt"]}])
+        elif row.get("turns"):
+            prompts.append([{"role": "user", "content": row["turns"][0]}])
+        elif row.get("messages") or row.get("conversations"):
+            messages = messages_of(row, f"{file}, line {number}")
+            while messages and messages[-1]["role"] != "user":
+                messages.pop()
+            prompts.append(messages)
+        else:
+            raise ForedraftError(f"prompts '{file}', line {number}: expected 'prompt', 'turns' or 'messages', found {sorted(row)}")
+    if not prompts:
+        raise ForedraftError(f"prompts '{file}' holds none")
+    return prompts
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: Any = "cpu") -> Tensor:
+    """A prompt's ids [1, L], by the chat template (plain text where the tokenizer has none)."""
+    if tokenizer.chat_template:
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    else:
+        ids = tokenizer("\n".join(m["content"] for m in prompt))["input_ids"]
+    return torch.tensor([ids], device=device)
+
+
+def evaluate(
+    target: PreTrainedModel,
+    draft: BaseDraft,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    *,
+    num_draft_tokens: int = 4,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    baseline: bool = True,
+    seed: int = 0,
+    progress: Any = None,
+) -> Evaluation:
+    """Generate for every prompt with the draft and, with `baseline`, without it, in turn, so that both meet the same machine.
+
+    τ is micro-averaged over all prompts. `temperature` 0 is greedy; `progress`, if given, is called after each prompt.
+    """
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id or 0, **sampling}
+    stats = DraftingStats()
+    seconds = {"drafted": 0.0, "plain": 0.0}
+    tokens = {"drafted": 0, "plain": 0}
+    different = []
+    warm = encode(tokenizer, prompts[0], target.device)
+    generate(target, draft, warm, num_draft_tokens=num_draft_tokens, **{**settings, "max_new_tokens": 8})
+    for number, prompt in enumerate(prompts):
+        ids = encode(tokenizer, prompt, target.device)
+        torch.manual_seed(seed + number)
+        start = time.perf_counter()
+        drafted = generate(target, draft, ids, num_draft_tokens=num_draft_tokens, stats=stats, **settings)
+        seconds["drafted"] += time.perf_counter() - start
+        tokens["drafted"] += drafted.shape[1] - ids.shape[1]
+        if baseline:
+            start = time.perf_counter()
+            plain = target.generate(ids, **settings)
+            seconds["plain"] += time.perf_counter() - start
+            tokens["plain"] += plain.shape[1] - ids.shape[1]
+            if not temperature and not torch.equal(plain, drafted):
+                different.append(number)
+        if progress is not None:
+            progress(number + 1, stats)
+    return Evaluation(
+        tau=stats.tau,
+        acceptance=stats.acceptance,
+        prompts=len(prompts),
+        emitted=tokens["drafted"],
+        tokens_per_second=tokens["drafted"] / seconds["drafted"],
+        plain_tokens_per_second=tokens["plain"] / seconds["plain"] if baseline else None,
+        identical=len(prompts) - len(different) if baseline and not temperature else None,
+        different=different,
+        settings={
+            "shape": "chain",
+            "num_draft_tokens": num_draft_tokens,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device.type),
+            "threads": torch.get_num_threads(),
+        },
+    )

@@ -1,0 +1,139 @@
+"""`generate`: transformers' own `target.generate`, with a draft. The output is the target's; only the speed changes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+
+from ..draft import BaseDraft
+from ..errors import ForedraftError
+from .candidates import DraftCandidateGenerator
+from .stats import DraftingStats
+
+
+def generate(
+    target: PreTrainedModel,
+    draft: BaseDraft,
+    input_ids: Tensor,
+    *,
+    num_draft_tokens: int = 4,
+    stats: DraftingStats | None = None,
+    stopping_criteria: StoppingCriteriaList | list[StoppingCriteria] | None = None,
+    stop_strings: str | list[str] | None = None,
+    streamer: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """What `target.generate(input_ids, **kwargs)` returns, drafted and verified; greedy and sampling, one sequence at a time.
+
+    Takes every argument of transformers' `generate` (streamer, logits processors, stopping criteria ...). `num_draft_tokens` are
+    drafted per pass of the target; `stats` collects what was accepted. Stopping criteria are asked at every token, as without a draft.
+
+    Raises `ForedraftError` if the draft was made for a target of another shape, or for more than one sequence.
+    """
+    check_pair(target, draft)
+    if input_ids.shape[0] != 1:
+        raise ForedraftError(f"a draft decodes one sequence at a time, found a batch of {input_ids.shape[0]}: call generate for each")
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise ForedraftError("the attention mask hides tokens of the prompt: pass the prompt without padding")
+    stats = stats if stats is not None else DraftingStats()
+    criteria = StoppingCriteriaList(stopping_criteria or [])
+    if stop_strings is not None:
+        tokenizer = kwargs.pop("tokenizer", None)
+        if tokenizer is None:
+            raise ForedraftError("stop_strings need the tokenizer: generate(..., stop_strings=..., tokenizer=tokenizer)")
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    stopper = _AtEveryToken(criteria, input_ids.shape[1], streamer) if criteria else None
+    if stopper is not None:
+        kwargs["stopping_criteria"] = StoppingCriteriaList([stopper])
+    with drafting(target, draft, num_draft_tokens, stats):
+        out = target.generate(input_ids, streamer=_HeldStream(stopper) if streamer is not None and stopper else streamer, prompt_lookup_num_tokens=1, **kwargs)
+    return out if stopper is None else _cut(out, stopper.end, input_ids.shape[1])
+
+
+@contextmanager
+def drafting(target: PreTrainedModel, draft: BaseDraft, num_tokens: int, stats: DraftingStats) -> Iterator[None]:
+    """While open, assisted generation of `target` gets its candidates from `draft`; restored afterwards, whatever happens."""
+
+    def candidate_generator(generation_config: Any, logits_processor: Any = None, **_: Any) -> DraftCandidateGenerator:
+        return DraftCandidateGenerator(draft, num_tokens, generation_config, logits_processor, stats)
+
+    target._get_candidate_generator = candidate_generator
+    try:
+        yield
+    finally:
+        del target._get_candidate_generator
+
+
+def check_pair(target: PreTrainedModel, draft: BaseDraft) -> None:
+    """Raises `ForedraftError` unless the draft was made for a target of this shape."""
+    text = target.config.get_text_config()
+    made = draft.config.foredraft["target"]
+    differences = [
+        f"{name}: the draft expects {made[name]}, the target has {getattr(text, name)}"
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+        if made[name] != getattr(text, name)
+    ]
+    if differences:
+        raise ForedraftError(f"this draft was made for another target ({made['name'] or made['model_type']}):\n  " + "\n  ".join(differences))
+
+
+class _AtEveryToken(StoppingCriteria):
+    """Asks the user's criteria at each token that a verification emitted, where transformers asks only at the last; holds the stream until then."""
+
+    def __init__(self, criteria: StoppingCriteriaList, seen: int, streamer: Any):
+        self.criteria, self.seen, self.streamer = criteria, seen, streamer
+        self.end: int | None = None
+        self.held: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        overshoot = 0
+        for end in range(self.seen + 1, input_ids.shape[1] + 1):
+            if bool(self.criteria(input_ids[:, :end], scores).all()):
+                self.end, overshoot = end, input_ids.shape[1] - end
+                break
+        self.seen = input_ids.shape[1]
+        if overshoot and self.held:
+            self.held[-1] = self.held[-1][..., : self.held[-1].shape[-1] - overshoot]
+        self._release()
+        return torch.full((input_ids.shape[0],), self.end is not None, device=input_ids.device)
+
+    def _release(self) -> None:
+        for value in self.held:
+            self.streamer.put(value)
+        self.held.clear()
+
+
+class _HeldStream(BaseStreamer):
+    """A streamer whose tokens wait for the verdict of `_AtEveryToken`."""
+
+    def __init__(self, stopper: _AtEveryToken):
+        self.stopper = stopper
+
+    def put(self, value: Tensor) -> None:
+        self.stopper.held.append(value)
+
+    def end(self) -> None:
+        self.stopper.streamer.end()
+
+
+def _cut(out: Any, end: int | None, prompt: int) -> Any:
+    """`out` without what lies behind token `end`."""
+    if end is None:
+        return out
+    if not isinstance(out, ModelOutput):
+        return out[:, :end]
+    surplus = out["sequences"].shape[1] - end
+    for name, value in out.items():
+        if name == "sequences":
+            out[name] = value[:, :end]
+        elif name == "past_key_values" and surplus:
+            value.crop(-surplus)
+        elif isinstance(value, tuple):
+            out[name] = value[: end - prompt]
+    return out

@@ -1,0 +1,143 @@
+"""`DraftTrainer`: transformers' Trainer, with a frozen target beside the model and a loss divided by global counts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from ..data import DraftCollator
+from ..draft import BaseDraft
+from ..errors import ForedraftError
+from ..losses import estimated_tau
+from ..target import Target
+from .progress import DraftProgress
+from .resume import latest_complete
+
+
+class NonFiniteLoss(ForedraftError):
+    """The loss became NaN or infinite; names the batch and the last good checkpoint."""
+
+
+@dataclass
+class DraftTrainingArguments(TrainingArguments):
+    """transformers' TrainingArguments with the defaults that training a draft needs."""
+
+    output_dir: str | None = field(default="runs/draft", metadata={"help": "where checkpoints go"})
+    learning_rate: float = field(default=4e-4, metadata={"help": "peak learning rate"})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "the collator reads all columns"})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "a non-finite loss must stop the run, not be logged as 0"})
+    report_to: str | list[str] | None = field(default="none", metadata={"help": "integrations to report to"})
+    save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints kept"})
+
+
+class DraftTrainer(Trainer):
+    """Trains a draft of any adapter with the algorithm it was built for.
+
+    `target` is the frozen model (or a `Target`); `train_dataset` and `eval_dataset` are packed rows (`foredraft.pack`). Logs the loss,
+    the accuracy of every drafted position and the teacher-forced estimate of τ. Raises `NonFiniteLoss` before a
+    non-finite gradient reaches a checkpoint.
+    """
+
+    def __init__(self, model: BaseDraft, target: Target | PreTrainedModel, args: TrainingArguments | None = None, **kwargs: Any):
+        if model.algorithm is None:
+            raise ForedraftError("this draft has no algorithm to train with: build it with auto_draft(...)")
+        args = args or DraftTrainingArguments()
+        self.target = target if isinstance(target, Target) else Target(target, model.config.aux_layers)
+        self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
+        self._bad_rows: Tensor | None = None
+        kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed))
+        super().__init__(model=model, args=args, **kwargs)
+        self.target.model.to(self.args.device)
+        # The loss divides by counts of the whole accumulated batch (see _get_num_items_in_batch), so Trainer must not divide again.
+        self.model_accepts_loss_kwargs = True
+        if self.pop_callback(ProgressCallback) or self.pop_callback(PrinterCallback):
+            self.add_callback(DraftProgress)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """As Trainer's; `resume_from_checkpoint=True` takes the newest *complete* checkpoint and says which it skipped."""
+        if resume_from_checkpoint is True:
+            newest = latest_complete(self.args.output_dir)
+            resume_from_checkpoint = str(newest) if newest is not None else None
+        self.data_collator.epoch = 0
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
+        """Capture the target, run the step inside the module's forward; gradients average over ranks, hence the factor."""
+        counts = inputs["counts"] if num_items_in_batch is None else num_items_in_batch
+        out = model(batch=inputs, signal=self.target.capture(inputs), counts=counts)
+        loss = out["loss"] * (self.accelerator.num_processes if model.training else 1)
+        self._add("train" if model.training else "eval", out["metrics"])
+        if model.training:
+            self._watch(loss, inputs["row"])
+        return (loss, out) if return_outputs else loss
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None) -> Any:
+        """The loss alone; the metrics are summed aside."""
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trainer's log, with accuracy per drafted position and estimated τ since the last one."""
+        self._raise_if_bad()
+        if "eval_loss" in logs:
+            logs = {**logs, **self._read("eval", "eval_")}
+        elif "loss" in logs:
+            logs = {**logs, **self._read("train", "")}
+        super().log(logs, *args, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        """Supervised slots per drafting step, over all micro-batches and ranks."""
+        if not batch_samples:
+            return None
+        counts = torch.stack([batch["counts"] for batch in batch_samples]).sum(0).to(device)
+        return self.accelerator.reduce(counts, "sum")
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._raise_if_bad()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _add(self, phase: str, metrics: Mapping[str, Tensor]) -> None:
+        sums = self._sums[phase]
+        for name, value in metrics.items():
+            sums[name] = sums[name] + value if name in sums else value.detach().clone()
+
+    def _read(self, phase: str, prefix: str) -> dict[str, float]:
+        """The sums as rates, over all ranks; then start anew."""
+        sums = {name: self.accelerator.reduce(value, "sum").tolist() for name, value in self._sums[phase].items()}
+        self._sums[phase] = {}
+        return {prefix + name: value for name, value in rates(sums).items()} if sums else {}
+
+    def _watch(self, loss: Tensor, rows: Tensor) -> None:
+        """Remember the first rows whose loss was not finite, without waiting for the device; look where looking is free."""
+        rows = torch.where(torch.isfinite(loss.detach()), -1, rows)
+        self._bad_rows = rows if self._bad_rows is None or len(self._bad_rows) != len(rows) else torch.where(self._bad_rows >= 0, self._bad_rows, rows)
+        if loss.device.type == "cpu":
+            self._raise_if_bad()
+
+    def _raise_if_bad(self) -> None:
+        if self._bad_rows is None or not bool((self._bad_rows >= 0).any()):
+            return
+        rows, self._bad_rows = self._bad_rows.tolist(), None
+        good = latest_complete(self.args.output_dir)
+        raise NonFiniteLoss(
+            f"the loss is not finite after step {self.state.global_step}, in the batch of rows {rows} of the training data.\n"
+            f"  Last good checkpoint: {good or 'none yet'}\n"
+            "  Look at these rows; a lower learning_rate, max_grad_norm or bf16 instead of fp16 often helps; then resume"
+        )
+
+
+def rates(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """From the sums of `losses.soft_cross_entropy` to `accuracy_1` .. `accuracy_K` (a position each), `tau` (from α) and `tau_greedy`."""
+    counts = [max(n, 1.0) for n in sums["count"]]
+    accuracy = [c / n for c, n in zip(sums["correct"], counts, strict=True)]
+    acceptance = [a / n for a, n in zip(sums["accepted"], counts, strict=True)]
+    named = {f"accuracy_{k}": a for k, a in enumerate(accuracy, 1)}
+    return {**named, "tau": estimated_tau(acceptance), "tau_greedy": estimated_tau(accuracy)}
+
