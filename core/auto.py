@@ -81,7 +81,9 @@ def describe_validation(error: ValidationError, known: Mapping[str, Any]) -> str
 def _with_options(draft: BaseDraft, algorithm: str | None, options: Mapping[str, Any], registry: Registry) -> BaseDraft:
     made = draft.config.foredraft
     if algorithm not in (None, made["algorithm"]):
-        raise ForedraftError(f"this draft was made by algorithm '{made['algorithm']}', asked for '{algorithm}': build a new one from the target's config")
+        raise ForedraftError(
+            f"this draft was made by algorithm '{made['algorithm']}', asked for '{algorithm}': build a new one from the target's config"
+        )
     draft.algorithm = make_algorithm(made["algorithm"], {**made["options"], **options}, registry)
     if draft.algorithm.spec.model_dump(mode="json") != made["spec"]:
         raise ForedraftError(f"the options {dict(options)} change the draft's shape: build a new one from the target's config")

@@ -90,7 +90,8 @@ def check_aux_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...
     choice = [round(1 + i * (num_layers - 2) / max(count - 1, 1)) for i in range(count)]
     fewer = f", with num_aux={count}" if count < len(layers) else ""
     raise ForedraftError(
-        f"aux layers {list(layers)} do not fit a target of {num_layers} layers: {' and '.join(problems)}.\n  A choice that works: aux_layers={choice}{fewer}"
+        f"aux layers {list(layers)} do not fit a target of {num_layers} layers: {' and '.join(problems)}.\n"
+        f"  A choice that works: aux_layers={choice}{fewer}"
     )
 
 

@@ -8,7 +8,9 @@ from .auto import DEFAULT_ALGORITHM, auto_draft
 from .draft import BaseDraft
 
 
-def describe(name: str, algorithm: str | None = None, draft_vocab_size: int | None = None, rows: int = 1, length: int = 2048) -> dict[str, str]:
+def describe(
+    name: str, algorithm: str | None = None, draft_vocab_size: int | None = None, rows: int = 1, length: int = 2048
+) -> dict[str, str]:
     """Title → text, for a target or a draft at `name`. Raises what `auto_draft` raises."""
     with torch.device("meta"):
         draft = auto_draft(name, algorithm, draft_vocab_size=draft_vocab_size)
@@ -18,11 +20,14 @@ def describe(name: str, algorithm: str | None = None, draft_vocab_size: int | No
     trained = sum(p.numel() for n, p in draft.named_parameters() if not n.startswith("embed_tokens"))
     embedding = draft.embed_tokens.weight.numel()
     lines = {
-        "what": f"a draft by {made['algorithm']}" if is_draft else f"a target; planned: a draft by {made['algorithm'] or DEFAULT_ALGORITHM}",
-        "target": f"{target['name'] or name}: {target['model_type']}, {target['num_hidden_layers']} layers, hidden {target['hidden_size']}, "
-        f"vocabulary {target['vocab_size']}",
+        "what": f"a draft by {made['algorithm']}"
+        if is_draft
+        else f"a target; planned: a draft by {made['algorithm'] or DEFAULT_ALGORITHM}",
+        "target": f"{target['name'] or name}: {target['model_type']}, {target['num_hidden_layers']} layers, "
+        f"hidden {target['hidden_size']}, vocabulary {target['vocab_size']}",
         "adapter": f"{made['adapter']}: {type(draft).summary}; takes model_type {', '.join(type(draft).model_types)}",
-        "draft": f"{config.num_hidden_layers} layer(s), hidden {config.hidden_size}, {config.num_attention_heads} heads, vocabulary {config.draft_vocab_size}",
+        "draft": f"{config.num_hidden_layers} layer(s), hidden {config.hidden_size}, {config.num_attention_heads} heads, "
+        f"vocabulary {config.draft_vocab_size}",
         "parameters": f"{trained / 1e6:.1f} M trained, {embedding / 1e6:.1f} M in the frozen embedding",
         "aux layers": f"{list(config.aux_layers)} (HF hidden_states indices)",
         "engines know it as": made["architecture"],
@@ -34,7 +39,7 @@ def describe(name: str, algorithm: str | None = None, draft_vocab_size: int | No
 
 
 def _memory(draft: BaseDraft, trained: int, embedding: int, rows: int, length: int) -> str:
-    """An estimate from counts: fp32 weights, gradients and AdamW's two moments; the target's states in 16 bit; the loss's largest tensors."""
+    """An estimate: fp32 weights, gradients and AdamW's two moments; the target's states in 16 bit; the loss's largest tensors."""
     config: Any = draft.config
     steps = draft.algorithm.options.model_dump().get("ttt_steps", 1) if draft.algorithm else 1
     tokens = rows * length
@@ -45,6 +50,6 @@ def _memory(draft: BaseDraft, trained: int, embedding: int, rows: int, length: i
     teacher = 2 * 4 * tokens * config.draft_vocab_size
     total = weights + states + activations + teacher
     return (
-        f"about {total / 2**30:.1f} GiB beside the target, for {rows} × {length} tokens (all supervised): weights and optimizer {weights / 2**30:.1f}, "
-        f"activations {activations / 2**30:.1f}, teacher {teacher / 2**30:.1f}"
+        f"about {total / 2**30:.1f} GiB beside the target, for {rows} × {length} tokens (all supervised): "
+        f"weights and optimizer {weights / 2**30:.1f}, activations {activations / 2**30:.1f}, teacher {teacher / 2**30:.1f}"
     )

@@ -12,7 +12,7 @@ from .attention import GroupedQueryAttention, take_rows
 from .attention.geometry import Rotary
 from .config import DraftConfigMixin, aux_layer_fields, check_aux_layers, default_aux_layers, describe_target, versions
 from .errors import ForedraftError
-from .protocols import AlgorithmBase, Batch, DraftSpec, KeyValueCache, Layout, Pattern
+from .protocols import AlgorithmBase, Batch, KeyValueCache, Layout, Pattern
 from .target import Signal, Target
 
 
@@ -136,7 +136,9 @@ class BaseDraft(PreTrainedModel):
             raise ForedraftError(f"aux_layers={list(layers)} are {len(layers)} layers, but num_aux={spec.num_aux}: make them agree")
         size = draft_vocab_size or text.vocab_size
         if not 1 <= size <= text.vocab_size:
-            raise ForedraftError(f"draft_vocab_size={size} does not fit the target's vocabulary of {text.vocab_size}: choose 1 to {text.vocab_size}")
+            raise ForedraftError(
+                f"draft_vocab_size={size} does not fit the target's vocabulary of {text.vocab_size}: choose 1 to {text.vocab_size}"
+            )
         return cls.config_class(
             **cls.shape(text),
             **aux_layer_fields(layers),
@@ -160,14 +162,23 @@ class BaseDraft(PreTrainedModel):
 
     @torch.no_grad()
     def start_from(self, target: Target) -> None:
-        """Copy from the target what a draft need not learn: the embedding (then frozen), and a start for head and final norm."""
+        """Start near the target: its embedding (then frozen), head and final norm, its last layers, and fc passing the last aux state.
+
+        The fresh draft then is the target's last layers on its last aux state; what it must learn is to look at the next
+        token. Parameters whose counterpart has another name or shape keep their random start.
+        """
         self.embed_tokens.weight.copy_(target.embedding_weight)
         self.embed_tokens.requires_grad_(False)
-        if self.lm_head.weight.shape[1] == target.head_weight.shape[1]:
-            self.lm_head.weight.copy_(target.head_weight[self.draft_ids.to(target.head_weight.device)])
-        norm = target.norm_weight
-        if norm is not None and norm.shape == self.norm.weight.shape:
-            self.norm.weight.copy_(norm)
+        if target.head_weight.shape[1] != self.config.hidden_size:
+            return
+        self.lm_head.weight.copy_(target.head_weight[self.draft_ids.to(target.head_weight.device)])
+        if target.norm_weight is not None:
+            self.norm.weight.copy_(target.norm_weight)
+        width = self.config.hidden_size
+        self.fc.weight.mul_(0.1)
+        self.fc.weight[:, -width:] += torch.eye(width, dtype=self.fc.weight.dtype, device=self.fc.weight.device)
+        for layer, source in zip(reversed(self.layers), reversed(target.decoder.layers), strict=False):
+            layer.start_from(source)
 
     @property
     def draft_ids(self) -> Tensor:
@@ -191,7 +202,9 @@ class BaseDraft(PreTrainedModel):
         self.t2d.zero_()
         self.t2d[ids_W] = True
 
-    def save_pretrained(self, save_directory: str | Path, *args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | Path, *args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
         """As ever; layers above the first carry their norm under both names that engines read (`input_layernorm`, `hidden_norm`)."""
         state = dict(state_dict if state_dict is not None else self.state_dict())
         for i in range(1, len(self.layers)):
@@ -211,6 +224,19 @@ class DraftLayer(nn.Module):
         self.self_attn = draft.make_attention(layer, 2 * width if layer == 0 else width)
         self.post_attention_layernorm = draft.make_norm(width)
         self.mlp = draft.make_mlp(layer)
+
+    def start_from(self, source: nn.Module) -> None:
+        """Copy a target's layer; in the first layer its input is the context half, and the embedding's half stays random."""
+        theirs = dict(source.named_parameters())
+        first = hasattr(self, "hidden_norm")
+        for name, mine in self.named_parameters():
+            if first and name.startswith("input_layernorm."):
+                continue
+            other = theirs.get(name.replace("hidden_norm.", "input_layernorm."))
+            if other is not None and other.shape == mine.shape:
+                mine.copy_(other)
+            elif other is not None and mine.shape == (other.shape[0], 2 * other.shape[-1]):
+                mine[:, other.shape[-1] :] = other
 
     def forward(
         self,

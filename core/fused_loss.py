@@ -43,8 +43,16 @@ def fused_soft_cross_entropy(
 class _Scored:
     """What does not change from chunk to chunk."""
 
-    def __init__(self, compute_logits: Callable[[Tensor], Tensor], probabilities_RW: Tensor, mass_R: Tensor, top_R: Tensor, sizes: list[int]):
-        self.compute_logits, self.probabilities_RW, self.mass_R, self.top_R, self.sizes = compute_logits, probabilities_RW, mass_R, top_R, sizes
+    def __init__(
+        self, compute_logits: Callable[[Tensor], Tensor], probabilities_RW: Tensor, mass_R: Tensor, top_R: Tensor, sizes: list[int]
+    ):
+        self.compute_logits, self.probabilities_RW, self.mass_R, self.top_R, self.sizes = (
+            compute_logits,
+            probabilities_RW,
+            mass_R,
+            top_R,
+            sizes,
+        )
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -65,7 +73,7 @@ class _FusedLoss(torch.autograd.Function):
                 rows, weight_N = rows_N[part], weights_N[part].float()
                 p_NW, top_N = scored.probabilities_RW[rows], scored.top_R[rows]
                 log_q_NW = logits_NW.detach().float().log_softmax(-1)
-                cross_entropy_N = -torch.einsum("nw,nw->n", p_NW, log_q_NW)
+                cross_entropy_N = -(p_NW * log_q_NW).sum(-1)
                 loss += weight_N @ cross_entropy_N
                 sums[0, step] += len(rows)
                 sums[1, step] += (log_q_NW.argmax(-1) == top_N).sum()

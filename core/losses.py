@@ -9,7 +9,6 @@ from torch import Tensor
 from .protocols import Step
 from .target import Signal
 
-
 METRICS = ("count", "correct", "accepted", "cross_entropy")
 """The metrics of a `Step`, in order."""
 

@@ -138,7 +138,8 @@ class AlgorithmBase:
         """What the collator adds to a batch, on the CPU: tensors, or lists of tensors, of active rows and sampled indices.
 
         Two keys are read by others: `teacher_rows` [R], the positions (in the flattened [B·S]) at which the target's word is
-        needed, and `counts` [K], the denominators of the loss. `generators` holds one random generator per row of the batch, seeded by (seed, epoch, row).
+        needed, and `counts` [K], the denominators of the loss. `generators` holds one random generator per row of the
+        batch, seeded by (seed, epoch, row).
         """
         raise NotImplementedError(f"algorithm '{self.name}' must plan its batches: def plan(self, batch, generators) -> dict")
 

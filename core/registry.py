@@ -161,4 +161,4 @@ class Registry:
 def default_registry() -> Registry:
     """The registry of all installed plugins. `FOREDRAFT_PREFER=name=distribution,...` settles double claims."""
     pairs = [p.split("=", 1) for p in os.environ.get("FOREDRAFT_PREFER", "").split(",") if "=" in p]
-    return Registry(prefer={name: distribution for name, distribution in pairs})
+    return Registry(prefer=dict(pairs))

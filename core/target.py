@@ -47,7 +47,6 @@ class Target:
         text = model.config.get_text_config()
         self._multiplier = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
         self._soft_cap: float | None = getattr(text, "final_logit_softcapping", None)
-        self._head_rows: tuple[Tensor, Tensor] | None = None
         self._check_head()
 
     @property
@@ -71,12 +70,11 @@ class Target:
         return getattr(getattr(self.decoder, "norm", None), "weight", None)
 
     def head(self, hidden_NT: Tensor, ids_W: Tensor | None = None) -> Tensor:
-        """Logits of post-norm hidden states, over the tokens `ids_W` or all, float32."""
+        """Logits of post-norm hidden states, over the tokens `ids_W` (ascending) or all, float32."""
         head = self.model.get_output_embeddings()
         weight, bias = head.weight, head.bias
-        if ids_W is not None:
-            weight = self._rows_of_head(ids_W)
-            bias = None if bias is None else bias[ids_W]
+        if ids_W is not None and len(ids_W) < len(weight):
+            weight, bias = weight[ids_W], None if bias is None else bias[ids_W]
         logits = F.linear(hidden_NT.to(weight.dtype), weight, bias).float() * self._multiplier
         return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
 
@@ -108,11 +106,6 @@ class Target:
             torch.cat(normaliser) if normaliser else empty.float(),
             self,
         )
-
-    def _rows_of_head(self, ids_W: Tensor) -> Tensor:
-        if self._head_rows is None or self._head_rows[0] is not ids_W:
-            self._head_rows = (ids_W, self.head_weight[ids_W])
-        return self._head_rows[1]
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -24,5 +24,7 @@ def choose_vocabulary(counts_V: Tensor, size: int) -> Tensor:
     Raises `ForedraftError` if `size` exceeds the target's vocabulary.
     """
     if not 1 <= size <= len(counts_V):
-        raise ForedraftError(f"draft_vocab_size={size} does not fit the target's vocabulary of {len(counts_V)}: choose 1 to {len(counts_V)}")
+        raise ForedraftError(
+            f"draft_vocab_size={size} does not fit the target's vocabulary of {len(counts_V)}: choose 1 to {len(counts_V)}"
+        )
     return torch.sort(torch.argsort(counts_V, descending=True, stable=True)[:size]).values

@@ -85,7 +85,10 @@ class Eagle3(AlgorithmBase):
             draft.head_parameters(),
             Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
             batch["teachers"],
-            [(share / counts[k].clamp(min=1)).expand(len(query)) for k, (share, query) in enumerate(zip(shares, batch["queries"], strict=True))],
+            [
+                (share / counts[k].clamp(min=1)).expand(len(query))
+                for k, (share, query) in enumerate(zip(shares, batch["queries"], strict=True))
+            ],
             draft.draft_ids,
         )
 

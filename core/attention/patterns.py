@@ -60,7 +60,7 @@ class Causal:
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Training-time test (EAGLE-3, section 3.2): the causal keys of step 0, then the query's own slot at steps 1 to k, one joint softmax."""
+    """Training-time test (EAGLE-3, section 3.2): the causal keys of step 0, then the own slot at steps 1 to k, one joint softmax."""
 
     documents: Tensor
     """[B, S] document of each slot."""

@@ -44,7 +44,10 @@ def generate(
     )
     seconds, tokens = time.perf_counter() - start, out.shape[1] - ids.shape[1]
     acceptance = " ".join(f"{a:.2f}" for a in stats.acceptance)
-    print(f"\nτ {stats.tau:.2f} (chain of {num_draft_tokens}), accepted per position: {acceptance}; {tokens / seconds:.1f} tokens/s ({model.dtype})")
+    print(
+        f"\nτ {stats.tau:.2f} (chain of {num_draft_tokens}), accepted per position: {acceptance}; "
+        f"{tokens / seconds:.1f} tokens/s ({model.dtype})"
+    )
 
 
 def evaluate(

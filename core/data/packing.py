@@ -29,9 +29,7 @@ def pack(conversations: Conversations, tokenizer: PreTrainedTokenizerBase, lengt
     rows = _fill(rendered, length)[:keep]
     dataset = Dataset.from_list([{**row, "row": i} for i, row in enumerate(rows)])
     cut = sum(len(r.ids) > length for r in rendered)
-    dataset.info.description = (
-        f"{len(rendered)} conversations in {len(rows)} rows of {length} tokens; {dropped} without assistant tokens dropped, {cut} cut at {length}"
-    )
+    dataset.info.description = f"{len(rendered)} conversations in {len(rows)} rows of {length} tokens; {dropped} without assistant tokens dropped, {cut} cut at {length}"
     return dataset
 
 

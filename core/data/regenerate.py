@@ -42,9 +42,11 @@ def regenerate(
     done = _resume(out, conversations)
     todo = [i for i in range(len(conversations)) if i not in done]
     torch.manual_seed(seed + len(done))
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {"do_sample": False}
+    )
     written = 0
-    with out.open("a", encoding="utf-8") as file, _progress(len(conversations), len(done), show_progress) as progress:
+    with out.open("a", encoding="utf-8") as file, _Progress(len(conversations), len(done), show_progress) as progress:
         for batch in _batches(todo, conversations, batch_size):
             for index, messages, finish in _answer(
                 target, tokenizer, {i: conversations[i] for i in batch}, max_new_tokens, max_prompt_tokens, sampling
@@ -69,9 +71,13 @@ def _resume(out: Path, conversations: Conversations) -> set[int]:
             index = row["index"]
             same = _asked(row["messages"]) == _asked(conversations[index])
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ForedraftError(f"{out}, line {number} was not written by `foredraft regenerate` for this data: {error!r}; name another file") from error
+            raise ForedraftError(
+                f"{out}, line {number} was not written by `foredraft regenerate` for this data: {error!r}; name another file"
+            ) from error
         if not same:
-            raise ForedraftError(f"{out}, line {number} answers other questions than record {index} of {conversations.source}; name another file")
+            raise ForedraftError(
+                f"{out}, line {number} answers other questions than record {index} of {conversations.source}; name another file"
+            )
         done.add(index)
     if len(whole) < len(data):
         with out.open("r+b") as file:
@@ -110,9 +116,7 @@ def _answer(
         if not rest:
             break
         asked = list(rest)
-        prompts = {
-            i: tokenizer.apply_chat_template(history[i], add_generation_prompt=True, return_dict=True)["input_ids"] for i in asked
-        }
+        prompts = {i: tokenizer.apply_chat_template(history[i], add_generation_prompt=True, return_dict=True)["input_ids"] for i in asked}
         for i in [i for i in asked if len(prompts[i]) > max_prompt_tokens]:
             history[i].pop()
             asked.remove(i)
@@ -136,7 +140,7 @@ def _answer(
             yield i, messages, finish[i]
 
 
-class _progress:
+class _Progress:
     """A rich progress bar, or nothing."""
 
     def __init__(self, total: int, done: int, show: bool):

@@ -28,7 +28,9 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         if not tokenizer.chat_template:
-            raise ForedraftError("the target's tokenizer has no chat template: set tokenizer.chat_template, or use the instruct model's tokenizer")
+            raise ForedraftError(
+                "the target's tokenizer has no chat template: set tokenizer.chat_template, or use the instruct model's tokenizer"
+            )
         self.tagged = "{% generation" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template)
 
     def render(self, messages: Sequence[Message], where: str = "conversation") -> Rendered:
@@ -72,9 +74,9 @@ class Renderer:
             asked, answered = self._text(messages[:i], where, prompt=True), self._text(messages[: i + 1], where)
             if not (answered.startswith(asked) and text.startswith(answered)):
                 raise ForedraftError(
-                    f"{where}: no consistent assistant mask: its chat template renders the text up to assistant turn {turn} differently once "
-                    "more turns follow (thinking blocks stripped, perhaps).\n  Use a template with {% generation %} tags, or single-turn data\n"
-                    + _show(messages)
+                    f"{where}: no consistent assistant mask: its chat template renders the text up to assistant turn {turn} differently "
+                    "once more turns follow (thinking blocks stripped, perhaps).\n"
+                    "  Use a template with {% generation %} tags, or single-turn data\n" + _show(messages)
                 )
             inside = [n for n, (start, end) in enumerate(offsets) if start >= len(asked) and end <= len(answered) and end > start]
             for n in self._to_end_of_turn(ids, inside):

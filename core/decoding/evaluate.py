@@ -107,7 +107,9 @@ def evaluate(
 
     τ is micro-averaged over all prompts. `temperature` 0 is greedy; `progress`, if given, is called after each prompt.
     """
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    )
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id or 0, **sampling}
     stats = DraftingStats()
     seconds = {"drafted": 0.0, "plain": 0.0}

@@ -52,7 +52,9 @@ def generate(
     if stopper is not None:
         kwargs["stopping_criteria"] = StoppingCriteriaList([stopper])
     with drafting(target, draft, num_draft_tokens, stats):
-        out = target.generate(input_ids, streamer=_HeldStream(stopper) if streamer is not None and stopper else streamer, prompt_lookup_num_tokens=1, **kwargs)
+        out = target.generate(
+            input_ids, streamer=_HeldStream(stopper) if streamer is not None and stopper else streamer, prompt_lookup_num_tokens=1, **kwargs
+        )
     return out if stopper is None else _cut(out, stopper.end, input_ids.shape[1])
 
 
@@ -80,11 +82,13 @@ def check_pair(target: PreTrainedModel, draft: BaseDraft) -> None:
         if made[name] != getattr(text, name)
     ]
     if differences:
-        raise ForedraftError(f"this draft was made for another target ({made['name'] or made['model_type']}):\n  " + "\n  ".join(differences))
+        raise ForedraftError(
+            f"this draft was made for another target ({made['name'] or made['model_type']}):\n  " + "\n  ".join(differences)
+        )
 
 
 class _AtEveryToken(StoppingCriteria):
-    """Asks the user's criteria at each token that a verification emitted, where transformers asks only at the last; holds the stream until then."""
+    """Asks the user's criteria at each token a verification emitted (transformers asks at the last); holds the stream until then."""
 
     def __init__(self, criteria: StoppingCriteriaList, seen: int, streamer: Any):
         self.criteria, self.seen, self.streamer = criteria, seen, streamer

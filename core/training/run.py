@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,10 +44,16 @@ class RunConfig(Frozen):
     options: dict[str, Any] = Field({}, description="options of the algorithm")
     adapter: str | None = Field(None, description="adapter by name; by default the one for the target's model_type")
     aux_layers: list[int] | None = Field(None, description="target layers to read, as HF hidden_states indices")
-    draft_vocab_size: int | None = Field(None, ge=1, description="most frequent tokens the draft may propose; default: the target's vocabulary")
+    draft_vocab_size: int | None = Field(
+        None, ge=1, description="most frequent tokens the draft may propose; default: the target's vocabulary"
+    )
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype the target runs in")
-    hidden_states_cache: str | None = Field(None, description="directory to keep the target's hidden states in; worth it from the second epoch on")
-    matmul_precision: Literal["highest", "high", "medium"] = Field("highest", description="of float32 products (torch.set_float32_matmul_precision)")
+    hidden_states_cache: str | None = Field(
+        None, description="directory to keep the target's hidden states in; worth it from the second epoch on"
+    )
+    matmul_precision: Literal["highest", "high", "medium"] = Field(
+        "highest", description="of float32 products (torch.set_float32_matmul_precision)"
+    )
     resume: bool = Field(True, description="continue from the newest complete checkpoint in output_dir")
     training: dict[str, Any] = Field({}, description="fields of transformers.TrainingArguments")
 
@@ -144,8 +151,6 @@ def _override(fields: dict[str, Any], override: str) -> None:
         if not isinstance(fields, dict):
             raise ForedraftError(f"override '{override}': '{parent}' holds a value, no keys")
     parsed = yaml.safe_load(value)
-    try:  # YAML reads 1e-4 as text
+    with suppress(ValueError):  # YAML reads 1e-4 as text
         parsed = float(parsed) if isinstance(parsed, str) else parsed
-    except ValueError:
-        pass
     fields[leaf] = parsed

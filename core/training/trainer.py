@@ -65,9 +65,7 @@ class DraftTrainer(Trainer):
         self.data_collator.epoch = 0
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None) -> Any:
         """Capture the target, run the step inside the module's forward; gradients average over ranks, hence the factor."""
         counts = inputs["counts"] if num_items_in_batch is None else num_items_in_batch
         out = model(batch=inputs, signal=self.target.capture(inputs), counts=counts)
@@ -117,7 +115,9 @@ class DraftTrainer(Trainer):
     def _watch(self, loss: Tensor, rows: Tensor) -> None:
         """Remember the first rows whose loss was not finite, without waiting for the device; look where looking is free."""
         rows = torch.where(torch.isfinite(loss.detach()), -1, rows)
-        self._bad_rows = rows if self._bad_rows is None or len(self._bad_rows) != len(rows) else torch.where(self._bad_rows >= 0, self._bad_rows, rows)
+        self._bad_rows = (
+            rows if self._bad_rows is None or len(self._bad_rows) != len(rows) else torch.where(self._bad_rows >= 0, self._bad_rows, rows)
+        )
         if loss.device.type == "cpu":
             self._raise_if_bad()
 
@@ -140,4 +140,3 @@ def rates(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     acceptance = [a / n for a, n in zip(sums["accepted"], counts, strict=True)]
     named = {f"accuracy_{k}": a for k, a in enumerate(accuracy, 1)}
     return {**named, "tau": estimated_tau(acceptance), "tau_greedy": estimated_tau(accuracy)}
-
