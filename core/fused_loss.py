@@ -74,7 +74,7 @@ class _FusedLoss(torch.autograd.Function):
                 p_NW, top_N = scored.probabilities_RW[rows], scored.top_R[rows]
                 log_q_NW = logits_NW.detach().float().log_softmax(-1)
                 cross_entropy_N = -(p_NW * log_q_NW).sum(-1)
-                loss += weight_N @ cross_entropy_N
+                loss += (weight_N * cross_entropy_N).sum()  # a product under autocast would round it to bfloat16
                 sums[0, step] += len(rows)
                 sums[1, step] += (log_q_NW.argmax(-1) == top_N).sum()
                 sums[3, step] += ((top_N >= 0) * cross_entropy_N).sum()
@@ -92,6 +92,6 @@ class _FusedLoss(torch.autograd.Function):
         return loss, *metrics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         d_states_ND, *d_parameters = ctx.saved_tensors
         return None, d_states_ND * grad, None, None, *(d * grad for d in d_parameters)

@@ -1,0 +1,156 @@
+"""The fused loss against the plain one it stands for: loss, gradients, metrics, in chunks of every size."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import gradients, tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
+from torch import Tensor
+from torch.testing import assert_close
+
+from foredraft.fused_loss import fused_soft_cross_entropy
+from foredraft.losses import METRICS, Teacher, soft_cross_entropy
+from foredraft.protocols import Step
+
+MODEL = tiny_target()
+SIZES = (7, 0, 5, 1, 0)  # rows per step; empty steps in the middle and at the end
+TEACHERS = 9
+
+
+def make_draft(norm_output: bool) -> Any:
+    """A draft that names 20 of 50 tokens; its final norm is not the identity."""
+    draft = tiny_draft(MODEL, draft_vocab_size=20, norm_output=norm_output)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(draft.norm.weight)
+    return draft
+
+
+@pytest.fixture(params=[False, True], ids=["norm before head", "norm_output"])
+def draft(request: pytest.FixtureRequest) -> Any:
+    return make_draft(request.param)
+
+
+def problem(draft: Any, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """States, teacher and weights; a teacher row serves several steps, and some top tokens have no draft id."""
+    torch.manual_seed(2)
+    logits_RV = torch.randn(TEACHERS, 50) * 3
+    top_R = logits_RV.argmax(-1)
+    named = torch.isin(top_R, draft.draft_ids)
+    assert named.any()
+    assert not named.all()
+    return {
+        "states": [torch.randn(n, 32, dtype=dtype, requires_grad=True) for n in sizes],
+        "teacher": Teacher(logits_RV[:, draft.draft_ids], top_R, logits_RV.logsumexp(-1)),
+        "teacher_rows": [torch.randint(TEACHERS, (n,)) for n in sizes],
+        "weights": [torch.rand(n) for n in sizes],
+    }
+
+
+def plain(draft: Any, p: dict[str, Any]) -> Step:
+    return soft_cross_entropy(p["states"], draft.compute_logits, p["teacher"], p["teacher_rows"], p["weights"], draft.draft_ids)
+
+
+def fused(draft: Any, p: dict[str, Any]) -> Step:
+    return fused_soft_cross_entropy(
+        p["states"], draft.compute_logits, draft.head_parameters(), p["teacher"], p["teacher_rows"], p["weights"], draft.draft_ids
+    )
+
+
+def all_gradients(draft: Any, p: dict[str, Any], loss: Tensor) -> list[Tensor]:
+    """Of the states and of every parameter of the head; steps without rows have a gradient too, an empty one."""
+    return list(torch.autograd.grad(loss, [*p["states"], *draft.head_parameters()], allow_unused=False))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 256])
+def test_equals_the_plain_loss(draft: Any, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.fused_loss.CHUNK", chunk)
+    p = problem(draft)
+    ours, theirs = fused(draft, p), plain(draft, p)
+    assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-6)
+    assert tuple(ours.metrics) == tuple(theirs.metrics) == METRICS
+    for name in METRICS:
+        assert_close(ours.metrics[name], theirs.metrics[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert_close(all_gradients(draft, p, ours.loss * 1.7), all_gradients(draft, p, theirs.loss * 1.7), rtol=1e-4, atol=1e-6)
+
+
+def test_the_heads_parameters_are_all_there(draft: Any) -> None:
+    """The fused loss is told which parameters `compute_logits` reads: one forgotten would silently get no gradient."""
+    p = problem(draft)
+    plain(draft, p).loss.backward()
+    reached = {name for name, parameter in draft.named_parameters() if parameter.grad is not None}
+    told = {name for name, parameter in draft.named_parameters() if any(parameter is h for h in draft.head_parameters())}
+    assert reached == told == ({"lm_head.weight"} if draft.config.norm_output else {"lm_head.weight", "norm.weight"})
+
+
+def test_a_frozen_head(draft: Any) -> None:
+    draft.lm_head.requires_grad_(False)
+    draft.norm.requires_grad_(False)
+    p = problem(draft)
+    assert draft.head_parameters() == []
+    assert_close(all_gradients(draft, p, fused(draft, p).loss), all_gradients(draft, p, plain(draft, p).loss), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(draft: Any, mode: Any) -> None:
+    p = problem(draft)
+    expected = plain(draft, p)
+    with mode():
+        step = fused(draft, p)
+    assert not step.loss.requires_grad
+    assert_close(step.loss, expected.loss.detach(), rtol=1e-5, atol=1e-6)
+    assert_close(step.metrics, expected.metrics, rtol=1e-5, atol=1e-5)
+
+
+def test_metrics_carry_no_gradient(draft: Any) -> None:
+    assert not any(m.requires_grad for m in fused(draft, problem(draft)).metrics.values())
+
+
+def test_no_rows_at_all(draft: Any) -> None:
+    p = problem(draft, (0, 0))
+    step = fused(draft, p)
+    assert step.loss == 0
+    assert all(m.tolist() == [0, 0] for m in step.metrics.values())
+    assert all(g.eq(0).all() for g in all_gradients(draft, p, step.loss))
+
+
+def test_bfloat16_autocast(draft: Any) -> None:
+    p = problem(draft)
+    exact = plain(draft, p)
+    with torch.autocast("cpu", torch.bfloat16):
+        step, reference = fused(draft, p), plain(draft, p)
+    assert step.loss.dtype == torch.float32
+    assert_close(step.loss, reference.loss, rtol=1e-4, atol=1e-4)  # the same bfloat16 logits
+    assert_close(step.loss, exact.loss, rtol=2e-2, atol=2e-2)
+    ours, theirs, best = (all_gradients(draft, p, s.loss) for s in (step, reference, exact))
+    assert [g.dtype for g in ours] == [g.dtype for g in theirs]
+    assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+    assert_close(ours, best, rtol=5e-2, atol=5e-2)
+
+
+def test_bfloat16_draft(draft: Any) -> None:
+    reference = fused(draft, problem(draft))
+    half = make_draft(draft.config.norm_output).to(torch.bfloat16)
+    p = problem(half, dtype=torch.bfloat16)
+    step = fused(half, p)
+    assert step.loss.dtype == torch.float32
+    assert {g.dtype for g in all_gradients(half, p, step.loss)} == {torch.bfloat16}
+    assert_close(step.loss, reference.loss, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("chunk", [3, 256])
+def test_a_whole_training_step(draft: Any, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE-3 with the fused loss and with the plain one in its place: the same gradient for every parameter of the draft."""
+    batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaa", "uuaaauaa"], ["uuuaaaaaaaa"]]))
+    signal = tiny_signal(MODEL, draft, batch)
+
+    def run() -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        out = draft(batch, signal, batch["counts"])
+        out["loss"].backward()
+        return out["loss"].detach(), out["metrics"], gradients(draft)
+
+    monkeypatch.setattr("foredraft.fused_loss.CHUNK", chunk)
+    ours = run()
+    monkeypatch.setattr("foredraft.plugins.eagle3.fused_soft_cross_entropy", lambda s, head, _, *rest: soft_cross_entropy(s, head, *rest))
+    theirs = run()
+    assert ours[0] > 0
+    assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
