@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import LongTensor, Tensor, nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .attention import GroupedQueryAttention, take_rows
@@ -44,8 +44,8 @@ class BaseDraft(PreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.fc = nn.Linear(config.num_aux_hidden_states * chunk, width, bias=False)
         self.fc_norm = nn.ModuleList(self.make_norm(chunk) for _ in range(config.num_aux_hidden_states if config.fc_norm else 0))
-        self.layers = nn.ModuleList(DraftLayer(self, i) for i in range(config.num_hidden_layers))
-        self.norm = self.make_norm(width)
+        self.layers: Any = nn.ModuleList(DraftLayer(self, i) for i in range(config.num_hidden_layers))
+        self.norm: Any = self.make_norm(width)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary_emb = self.rotary_class(config)
         if config.has_reduced_vocabulary:
@@ -245,7 +245,7 @@ class DraftLayer(nn.Module):
         rotary: Rotary,
         pattern: Pattern,
         cache: KeyValueCache | None,
-        rows: LongTensor | None,
+        rows: Tensor | None,
     ) -> Tensor:
         """The layer's output at the inputs `rows`, [B, Q', D]."""
         if embeds_BQD is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Generator, LongTensor, Tensor
+from torch import Generator, Tensor
 
 if TYPE_CHECKING:
     from .draft import BaseDraft
@@ -60,7 +60,7 @@ class Layout:
     positions: Tensor
     """Rotary position of each input, [B, Q]."""
     pattern: Pattern
-    rows: LongTensor | None = None
+    rows: Tensor | None = None
     """[B, Q'] inputs whose output is wanted; the others only give keys and values. None: all."""
     below: Pattern | None = None
     """What the layers below the last one see: all inputs are queries there, whatever `rows` says. None: the same pattern."""

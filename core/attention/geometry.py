@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import LongTensor, Tensor, nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -12,7 +12,7 @@ Rotary = tuple[Tensor, Tensor]
 """cos and sin, each [B, Q, d]."""
 
 
-def take_rows(x_BSX: Tensor, rows_BQ: LongTensor | None) -> Tensor:
+def take_rows(x_BSX: Tensor, rows_BQ: Tensor | None) -> Tensor:
     """The inputs `rows_BQ` of x, [B, Q, X]; all of them if rows is None."""
     return x_BSX if rows_BQ is None else x_BSX.gather(1, rows_BQ[..., None].expand(-1, -1, x_BSX.shape[-1]))
 
@@ -35,7 +35,7 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = make(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = make(config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: LongTensor | None) -> Tensor:
+    def forward(self, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | None) -> Tensor:
         """Attention output [B, Q, D] of the inputs `rows`; all inputs give keys and values."""
         cos, sin = rotary
         x_BQX, cos_q, sin_q = (take_rows(t, rows) for t in (x_BSX, cos, sin))

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 from torch.nn import functional as F
 
 from .unrolled import unrolled_eager, unrolled_flash
@@ -14,7 +14,7 @@ from .unrolled import unrolled_eager, unrolled_flash
 Backend = Literal["auto", "eager"]
 
 
-def causal_mask(documents_BS: Tensor | None, rows_BQ: LongTensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+def causal_mask(documents_BS: Tensor | None, rows_BQ: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
     """Boolean mask, True where a query may look: earlier or same position, same document. [B or 1, 1, Q, K].
 
     Queries are the inputs `rows_BQ`, or, without rows, the last `queries` of the `keys` positions.
@@ -40,7 +40,7 @@ class Causal:
 
     documents: Tensor | None = None
     """[B, S] document of each position; None: all one document."""
-    rows: LongTensor | None = None
+    rows: Tensor | None = None
     """[B, Q] positions of the queries; None: the last Q."""
     backend: Backend = "auto"
 
@@ -64,7 +64,7 @@ class Unrolled:
 
     documents: Tensor
     """[B, S] document of each slot."""
-    rows: LongTensor
+    rows: Tensor
     """[B, Q] slots of the queries."""
     backend: Backend = "auto"
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)

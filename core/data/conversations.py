@@ -22,6 +22,8 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
         raise ForedraftError(f"{where}: expected a list under 'messages' or 'conversations', found the fields {sorted(record)}")
     messages = []
     for i, turn in enumerate(turns):
+        if not isinstance(turn, Mapping):
+            raise ForedraftError(f"{where}, turn {i}: expected an object with 'role' and 'content' (or 'from' and 'value'), found {turn!r:.200}")
         role = turn.get("role") or turn.get("from")
         content = turn.get("content") if turn.get("content") is not None else turn.get("value")
         if not isinstance(role, str) or content is None:
@@ -54,6 +56,8 @@ class Conversations(list[list[Message]]):
             if path.is_file():
                 if path.suffix not in _BUILDERS:
                     raise ForedraftError(f"data '{source}': unknown file type '{path.suffix}'; known: {', '.join(_BUILDERS)}")
+                if not path.stat().st_size:
+                    raise ForedraftError(f"data '{source}' is empty")
                 rows = datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
             else:
                 rows = datasets.load_dataset(str(source), split=split)

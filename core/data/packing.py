@@ -19,7 +19,7 @@ def pack(conversations: Conversations, tokenizer: PreTrainedTokenizerBase, lengt
 
     Raises `ForedraftError` if nothing is left to train on.
     """
-    rendered, dropped = Renderer(tokenizer).render_all(conversations)
+    rendered, _ = Renderer(tokenizer).render_all(conversations)
     rendered = [r for r in rendered if max(r.spans[:length]) >= 0]
     if not rendered:
         raise ForedraftError(
@@ -28,8 +28,11 @@ def pack(conversations: Conversations, tokenizer: PreTrainedTokenizerBase, lengt
         )
     rows = _fill(rendered, length)[:keep]
     dataset = Dataset.from_list([{**row, "row": i} for i, row in enumerate(rows)])
-    cut = sum(len(r.ids) > length for r in rendered)
-    dataset.info.description = f"{len(rendered)} conversations in {len(rows)} rows of {length} tokens; {dropped} without assistant tokens dropped, {cut} cut at {length}"
+    dropped, cut = len(conversations) - len(rendered), sum(len(r.ids) > length for r in rendered)
+    dataset.info.description = (
+        f"{len(rendered)} conversations in {len(rows)} rows of {length} tokens; "
+        f"{dropped} without assistant tokens among them dropped, {cut} cut at {length}"
+    )
     return dataset
 
 

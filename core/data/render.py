@@ -85,7 +85,8 @@ class Renderer:
 
     def _to_end_of_turn(self, ids: list[int], inside: list[int]) -> list[int]:
         """Cut what the template puts after the end-of-turn token: the model never writes it."""
-        special = set(self.tokenizer.all_special_ids)
+        # all_special_ids has the named ones (eos, pad ...) only; an end-of-turn token need not be among them.
+        special = {*self.tokenizer.all_special_ids, *(i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special)}
         ends = [n for n in inside if ids[n] in special]
         return [n for n in inside if n <= ends[-1]] if ends else inside
 

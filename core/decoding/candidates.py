@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -39,7 +39,7 @@ class DraftCandidateGenerator(CandidateGenerator):
         self.known, self.prefilled = 0, False
 
     @torch.no_grad()
-    def get_candidates(self, input_ids: LongTensor, **kwargs: Any) -> tuple[LongTensor, Tensor | None]:
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Candidate ids [1, L + drafted] and, when sampling, the logits [1, drafted, V] they were drawn from."""
         if kwargs["is_first_iteration"]:  # the target has not seen the prompt yet
             return input_ids, None
@@ -56,7 +56,7 @@ class DraftCandidateGenerator(CandidateGenerator):
         candidates = torch.cat([input_ids, torch.tensor([tokens], device=input_ids.device)], dim=1)
         return candidates, torch.stack(logits)[None] if logits else None
 
-    def update_candidate_strategy(self, input_ids: LongTensor, scores: Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Count what was accepted; the first call is the prefill's."""
         if self.prefilled:
             self.stats.add(scores.shape[1] - 1, int(num_matches))

@@ -4,6 +4,8 @@ from typing import Any
 
 from transformers.trainer_callback import ProgressCallback
 
+from ..data import DraftCollator
+
 
 class DraftProgress(ProgressCallback):
     """Trainer's bar with a readable line instead of a dict."""
@@ -18,7 +20,7 @@ class DraftProgress(ProgressCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         """Tell the collator the epoch, which seeds what it draws."""
         collate = getattr(train_dataloader, "collate_fn", None)
-        if hasattr(collate, "epoch"):
+        if isinstance(collate, DraftCollator):
             collate.epoch = int(state.epoch or 0)
 
 

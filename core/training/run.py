@@ -29,6 +29,7 @@ class DataConfig(Frozen):
     """Where the conversations come from and how they are packed."""
 
     train: list[str] | str = Field(description="JSONL, parquet or datasets source(s) of conversations")
+    limit: int | None = Field(None, ge=1, description="use only the first so many conversations")
     held_out: int = Field(0, ge=0, description="conversations kept out of training, to evaluate on")
     held_out_seed: int = Field(0, description="which ones")
     max_length: int = Field(1024, ge=8, description="tokens per packed row; longer conversations are cut")
@@ -137,7 +138,7 @@ def load_split(data: DataConfig) -> tuple[Conversations, Conversations]:
     """(train, held out) of all sources."""
     sources = [data.train] if isinstance(data.train, str) else data.train
     loaded = [Conversations.load(source) for source in sources]
-    together = Conversations((c for conversations in loaded for c in conversations), ", ".join(sources))
+    together = Conversations([c for conversations in loaded for c in conversations][: data.limit], ", ".join(sources))
     return together.holding_out(data.held_out, data.held_out_seed)
 
 

@@ -1,0 +1,38 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Everything else is for contributors.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.PHONY: demo test slow check style types clean
+
+demo: $(VENV)/demo
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/test
+	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm"
+
+slow: $(VENV)/test $(VENV)/demo
+	$(BIN)/python -m pytest -m slow
+
+check: style test
+
+style: $(VENV)/test types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# mypy and pyright do not follow setuptools' package-dir: show them the packages under their import names.
+types:
+	mkdir -p build/types/foredraft
+	for entry in core/* adapters plugins; do ln -sfn ../../../$$entry build/types/foredraft/$$(basename $$entry); done
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel -c constraints.txt
+
+$(VENV)/demo $(VENV)/test: $(VENV)/%: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -c constraints.txt --editable ".[$*]"
+	touch $@
+
+clean:
+	rm -rf build dist .cache runs *.egg-info
