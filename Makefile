@@ -28,7 +28,7 @@ types:
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel -c constraints.txt
+	$(BIN)/python -m pip install --quiet --upgrade setuptools wheel -c constraints.txt
 
 $(VENV)/demo $(VENV)/test: $(VENV)/%: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt --editable ".[$*]"

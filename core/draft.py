@@ -161,16 +161,18 @@ class BaseDraft(PreTrainedModel):
         )
 
     @torch.no_grad()
-    def start_from(self, target: Target) -> None:
+    def start_from(self, target: Target | PreTrainedModel) -> None:
         """Start near the target: its embedding (then frozen), head and final norm, its last layers, and fc passing the last aux state.
 
         The fresh draft then is the target's last layers on its last aux state; what it must learn is to look at the next
         token. Parameters whose counterpart has another name or shape keep their random start.
         """
+        if not isinstance(target, Target):
+            target = Target(target, self.config.aux_layers)
         self.embed_tokens.weight.copy_(target.embedding_weight)
         self.embed_tokens.requires_grad_(False)
         if target.head_weight.shape[1] != self.config.hidden_size:
-            return
+            return  # a draft of another width shares no space with the target
         self.lm_head.weight.copy_(target.head_weight[self.draft_ids.to(target.head_weight.device)])
         if target.norm_weight is not None:
             self.norm.weight.copy_(target.norm_weight)

@@ -23,7 +23,9 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
     messages = []
     for i, turn in enumerate(turns):
         if not isinstance(turn, Mapping):
-            raise ForedraftError(f"{where}, turn {i}: expected an object with 'role' and 'content' (or 'from' and 'value'), found {turn!r:.200}")
+            raise ForedraftError(
+                f"{where}, turn {i}: expected an object with 'role' and 'content' (or 'from' and 'value'), found {turn!r:.200}"
+            )
         role = turn.get("role") or turn.get("from")
         content = turn.get("content") if turn.get("content") is not None else turn.get("value")
         if not isinstance(role, str) or content is None:

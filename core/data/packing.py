@@ -31,7 +31,7 @@ def pack(conversations: Conversations, tokenizer: PreTrainedTokenizerBase, lengt
     dropped, cut = len(conversations) - len(rendered), sum(len(r.ids) > length for r in rendered)
     dataset.info.description = (
         f"{len(rendered)} conversations in {len(rows)} rows of {length} tokens; "
-        f"{dropped} without assistant tokens among them dropped, {cut} cut at {length}"
+        f"{dropped} without assistant tokens dropped, {cut} cut at {length}"
     )
     return dataset
 

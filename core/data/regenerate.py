@@ -65,11 +65,13 @@ def _resume(out: Path, conversations: Conversations) -> set[int]:
     data = out.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     done = set()
-    for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
+    # Not splitlines: JSON strings may hold U+2028.
+    for number, line in enumerate(whole.decode("utf-8").split("\n")[:-1], 1):
         try:
             row = json.loads(line)
             index = row["index"]
-            same = _asked(row["messages"]) == _asked(conversations[index])
+            asked = _asked(row["messages"])
+            same = asked == _asked(conversations[index])[: len(asked)]  # the rest may have been beyond max_prompt_tokens
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ForedraftError(
                 f"{out}, line {number} was not written by `foredraft regenerate` for this data: {error!r}; name another file"

@@ -31,6 +31,8 @@ class Renderer:
             raise ForedraftError(
                 "the target's tokenizer has no chat template: set tokenizer.chat_template, or use the instruct model's tokenizer"
             )
+        # all_special_ids holds the named ones (eos, pad ...) only; an end-of-turn token need not be among them.
+        self.special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
         self.tagged = "{% generation" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template)
 
     def render(self, messages: Sequence[Message], where: str = "conversation") -> Rendered:
@@ -85,9 +87,7 @@ class Renderer:
 
     def _to_end_of_turn(self, ids: list[int], inside: list[int]) -> list[int]:
         """Cut what the template puts after the end-of-turn token: the model never writes it."""
-        # all_special_ids has the named ones (eos, pad ...) only; an end-of-turn token need not be among them.
-        special = {*self.tokenizer.all_special_ids, *(i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special)}
-        ends = [n for n in inside if ids[n] in special]
+        ends = [n for n in inside if ids[n] in self.special]
         return [n for n in inside if n <= ends[-1]] if ends else inside
 
 

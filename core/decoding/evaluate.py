@@ -55,7 +55,7 @@ def load_prompts(file: str | Path, limit: int | None = None) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
     except OSError as error:
         raise ForedraftError(f"prompts '{file}': {error.strerror}") from error
     for number, line in enumerate(lines, 1):

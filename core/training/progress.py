@@ -1,10 +1,21 @@
-"""Progress of a training: one bar, and a line of loss, accuracy per drafted position and estimated τ at each log."""
+"""Progress of a training: a bar or none, and a line of loss, accuracy per drafted position and estimated τ at each log."""
 
 from typing import Any
 
-from transformers.trainer_callback import ProgressCallback
+from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..data import DraftCollator
+
+
+class SeedByEpoch(TrainerCallback):
+    """Tells the collator the epoch, which seeds what it draws."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        """Before the epoch's first batch."""
+        collate = getattr(train_dataloader, "collate_fn", None)
+        if isinstance(collate, DraftCollator):
+            collate.epoch = int(state.epoch or 0)
 
 
 class DraftProgress(ProgressCallback):
@@ -12,16 +23,17 @@ class DraftProgress(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Write the line above the bar."""
-        if not state.is_world_process_zero or self.training_bar is None or not logs:
-            return
-        line = summary(logs)
-        self.training_bar.write(f"step {state.global_step}: {line}" if line else str(logs))
+        if state.is_world_process_zero and self.training_bar is not None and logs:
+            self.training_bar.write(_line(state.global_step, logs))
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        """Tell the collator the epoch, which seeds what it draws."""
-        collate = getattr(train_dataloader, "collate_fn", None)
-        if isinstance(collate, DraftCollator):
-            collate.epoch = int(state.epoch or 0)
+
+class DraftPrinter(PrinterCallback):
+    """The same line without a bar (`disable_tqdm`)."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Print the line."""
+        if state.is_world_process_zero and logs:
+            print(_line(state.global_step, logs), flush=True)
 
 
 def summary(logs: dict[str, float]) -> str:
@@ -34,3 +46,8 @@ def summary(logs: dict[str, float]) -> str:
     if "learning_rate" in logs:
         parts.append(f"lr {logs['learning_rate']:.1e}")
     return ("held out: " if prefix else "") + "  ".join(parts)
+
+
+def _line(step: int, logs: dict[str, float]) -> str:
+    line = summary(logs)
+    return f"step {step}: {line}" if line else str(logs)

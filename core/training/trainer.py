@@ -14,7 +14,7 @@ from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..losses import estimated_tau
 from ..target import Target
-from .progress import DraftProgress
+from .progress import DraftPrinter, DraftProgress, SeedByEpoch
 from .resume import latest_complete
 
 
@@ -54,8 +54,10 @@ class DraftTrainer(Trainer):
         self.target.model.to(self.args.device)
         # The loss divides by counts of the whole accumulated batch (see _get_num_items_in_batch), so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
-        if self.pop_callback(ProgressCallback) or self.pop_callback(PrinterCallback):
-            self.add_callback(DraftProgress)
+        self.add_callback(SeedByEpoch)
+        for theirs, ours in ((ProgressCallback, DraftProgress), (PrinterCallback, DraftPrinter)):
+            if self.pop_callback(theirs):
+                self.add_callback(ours)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As Trainer's; `resume_from_checkpoint=True` takes the newest *complete* checkpoint and says which it skipped."""
@@ -85,9 +87,9 @@ class DraftTrainer(Trainer):
         """Trainer's log, with accuracy per drafted position and estimated τ since the last one."""
         self._raise_if_bad()
         if "eval_loss" in logs:
-            logs = {**logs, **self._read("eval", "eval_")}
+            logs.update(self._read("eval", "eval_"))  # in place: `evaluate` returns them, and the best checkpoint is chosen by them
         elif "loss" in logs:
-            logs = {**logs, **self._read("train", "")}
+            logs.update(self._read("train", ""))
         super().log(logs, *args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
