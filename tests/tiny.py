@@ -5,10 +5,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foredraft import DraftCollator, Signal, Target, auto_draft
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A chat template without generation tags."""
+CHATML_TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The same text, with generation tags."""
+TOKENS = 300
+
+
+def tiny_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most `TOKENS` tokens; ids 0 to 3 are padding, `<|im_start|>`, `<|im_end|>` and `<|endoftext|>`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=TOKENS, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the user asks and the assistant answers in a sentence", "another question, another answer"], trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token="<|pad|>")
+    wrapped.chat_template = template
+    return wrapped
 
 
 def tiny_config(layers: int = 8, vocab: int = 50, hidden: int = 32, **config: Any) -> LlamaConfig:
