@@ -45,10 +45,11 @@ def auto_draft(
             raise ForedraftError(f"no target or draft at '{config}': {error}") from error
     elif isinstance(config, Mapping):
         fields = dict(config)
-        if fields.get("foredraft"):
-            config = registry.adapter(fields["foredraft"]["adapter"]).config_class(**fields)
+        made = fields.get("foredraft")
+        if isinstance(made, Mapping) and "adapter" in made:
+            config = registry.adapter(made["adapter"]).config_class(**fields)
         else:
-            config = AutoConfig.for_model(**fields)
+            config = _target_config(fields, registry)
     if getattr(config, "foredraft", None):
         draft = registry.adapter(config.foredraft["adapter"])(config)
         return _with_options(draft, algorithm, options, registry)
@@ -76,6 +77,17 @@ def describe_validation(error: ValidationError, known: Mapping[str, Any]) -> str
         else:
             lines.append(f"{key}={e['input']!r}: {e['msg']}")
     return "\n  ".join(lines)
+
+
+def _target_config(fields: Mapping[str, Any], registry: Registry) -> PretrainedConfig:
+    name = fields.get("model_type")
+    if not isinstance(name, str):
+        raise ForedraftError(f"a target's config needs a model_type, found the fields {sorted(fields)}")
+    try:
+        return AutoConfig.for_model(**fields)
+    except ValueError as error:
+        registry.adapter_for(name)  # says what is known
+        raise ForedraftError(f"transformers cannot make a config for model_type '{name}': {str(error)[:200]}") from error
 
 
 def _with_options(draft: BaseDraft, algorithm: str | None, options: Mapping[str, Any], registry: Registry) -> BaseDraft:

@@ -130,7 +130,7 @@ class Registry:
         owners = " and ".join(f"'{r.name}' of {r.distribution}" for r in claims)
         raise ForedraftError(
             f"{what} is claimed twice: by {owners}\n"
-            f"  uninstall one, or choose: FOREDRAFT_PREFER={claims[0].name}={claims[-1].distribution} (or Registry(prefer={{...}}))"
+            f"  uninstall one, or choose: FOREDRAFT_PREFER={claims[-1].name}={claims[-1].distribution} (or Registry(prefer={{...}}))"
         )
 
     def _broken_text(self) -> str:
@@ -148,6 +148,8 @@ class Registry:
                 if hook.plugin is module
                 for cls in hook.function()
             ]
+            if lacking := [r.name for r in found if r.kind == "adapter" and not isinstance(getattr(r.cls, "model_types", None), tuple)]:
+                raise TypeError(f"model_types of adapter {', '.join(lacking)} must be a tuple of names")
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             if isinstance(error, KeyboardInterrupt):
                 raise
