@@ -18,14 +18,15 @@ from ..target import Signal, Target
 class CachedTarget(Target):
     """A `Target` whose `capture` keeps one safetensors file per row under `directory`: S × (A + T) values in the target's dtype.
 
-    Files are named by target, aux layers, dtype and row content, so that a changed row or target never meets a stale file.
+    Files are named by target (its config and a sample of its weights), aux layers, dtype and row content, so that a changed row or target
+    never meets a stale file.
     """
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], directory: str | Path):
         super().__init__(model, aux_layers)
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._salt = f"{describe_target(model.config)}{self.aux_layers}{model.dtype}".encode()
+        self._salt = f"{describe_target(model.config)}{self.aux_layers}{model.dtype}".encode() + _sample(model)
 
     @torch.no_grad()
     def capture(self, batch: Batch) -> Signal:
@@ -63,3 +64,8 @@ class CachedTarget(Target):
         for name in ("input_ids", "documents", "spans"):
             digest.update(batch[name][row].cpu().numpy().tobytes())
         return self.directory / f"{digest.hexdigest()}.safetensors"
+
+
+def _sample(model: PreTrainedModel) -> bytes:
+    """Some 64 values of every parameter: a target trained further is another target, whatever its name."""
+    return b"".join(p.detach().flatten()[:: max(1, p.numel() // 64)].float().cpu().numpy().tobytes() for p in model.parameters())

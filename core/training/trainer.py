@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -101,7 +103,17 @@ class DraftTrainer(Trainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._raise_if_bad()
-        super()._save_checkpoint(*args, **kwargs)
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            raise self._non_finite(
+                f"the weights are not finite at step {self.state.global_step}, though all losses were: a gradient overflowed"
+            )
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save tells a full disk by a RuntimeError
+            raise ForedraftError(
+                f"could not write checkpoint-{self.state.global_step} in '{self.args.output_dir}' (disk full?): {error}\n"
+                f"  Complete is: {latest_complete(self.args.output_dir) or 'none yet'}; make room, then resume"
+            ) from error
 
     def _add(self, phase: str, metrics: Mapping[str, Tensor]) -> None:
         sums = self._sums[phase]
@@ -117,21 +129,26 @@ class DraftTrainer(Trainer):
     def _watch(self, loss: Tensor, rows: Tensor) -> None:
         """Remember the first rows whose loss was not finite, without waiting for the device; look where looking is free."""
         rows = torch.where(torch.isfinite(loss.detach()), -1, rows)
-        self._bad_rows = (
-            rows if self._bad_rows is None or len(self._bad_rows) != len(rows) else torch.where(self._bad_rows >= 0, self._bad_rows, rows)
-        )
+        if self._bad_rows is not None:  # the last batch of an epoch may be shorter
+            width = max(len(rows), len(self._bad_rows))
+            rows, known = (F.pad(r, (0, width - len(r)), value=-1) for r in (rows, self._bad_rows))
+            rows = torch.where((known >= 0).any(), known, rows)
+        self._bad_rows = rows
         if loss.device.type == "cpu":
             self._raise_if_bad()
 
     def _raise_if_bad(self) -> None:
         if self._bad_rows is None or not bool((self._bad_rows >= 0).any()):
             return
-        rows, self._bad_rows = self._bad_rows.tolist(), None
-        good = latest_complete(self.args.output_dir)
-        raise NonFiniteLoss(
-            f"the loss is not finite after step {self.state.global_step}, in the batch of rows {rows} of the training data.\n"
-            f"  Last good checkpoint: {good or 'none yet'}\n"
-            "  Look at these rows; a lower learning_rate, max_grad_norm or bf16 instead of fp16 often helps; then resume"
+        rows, self._bad_rows = self._bad_rows[self._bad_rows >= 0].tolist(), None
+        raise self._non_finite(
+            f"the loss is not finite after step {self.state.global_step}, in the batch of rows {rows} of the training data"
+        )
+
+    def _non_finite(self, what: str) -> NonFiniteLoss:
+        return NonFiniteLoss(
+            f"{what}.\n  Last good checkpoint: {latest_complete(self.args.output_dir) or 'none yet'}\n"
+            "  Look at the rows; a lower learning_rate, max_grad_norm or bf16 instead of fp16 often helps; then resume"
         )
 
 

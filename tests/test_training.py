@@ -1,0 +1,472 @@
+"""The trainer: it learns, accumulates, resumes, stops when it must; the cache of hidden states; two ranks."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rigged import arguments, letter_tokenizer, predictable_target, trainer_of, written_rows
+from tiny import tiny_batch, tiny_draft, tiny_rows, tiny_target
+from torch import Tensor
+from torch.testing import assert_close
+from train_full_disk import RUN as FULL_DISK_RUN
+from train_two_ranks import run as run_on_ranks
+from transformers import TrainerCallback
+
+from foredraft import Conversations, DraftTrainer, DraftTrainingArguments, ForedraftError, Signal, Target, auto_draft, pack
+from foredraft.training import CachedTarget, NonFiniteLoss
+from foredraft.training.resume import checkpoints_of, latest_complete
+
+HERE = Path(__file__).parent
+MODEL = predictable_target()
+ROWS = written_rows(MODEL)
+STEPS = 3
+SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
+
+
+def fresh(**options: Any) -> Any:
+    return tiny_draft(MODEL, **{"ttt_steps": STEPS, **options})
+
+
+def trained(directory: Path, rows: Any = ROWS, draft: Any = None, target: Any = MODEL, resume: bool | None = None, **fields: Any) -> Any:
+    """The trainer of a finished training."""
+    trainer = trainer_of(draft if draft is not None else fresh(), target, directory, rows, **fields)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def steps_of(trainer: Any) -> list[dict[str, float]]:
+    """The logged steps, without what depends on the clock."""
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+def assert_same_weights(ours: Any, theirs: Any) -> None:
+    """Bit for bit."""
+    mine, others = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == others.keys()
+    assert not (different := [name for name in mine if not torch.equal(mine[name], others[name])]), different
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A training that succeeds, and the weights it started from."""
+    draft = fresh(draft_vocab_size=30)
+    draft.set_draft_vocabulary(torch.arange(10, 40))
+    before = {name: p.detach().clone() for name, p in draft.named_parameters()}
+    fields = {"max_steps": 30, "eval_strategy": "steps", "eval_steps": 10}
+    return trained(tmp_path_factory.mktemp("run"), ROWS[:6], draft, eval_dataset=ROWS[6:], **fields), before
+
+
+class TestLearning:
+    def test_the_loss_falls_and_accuracy_rises(self, run: Any) -> None:
+        logs = steps_of(run[0])
+        assert len(logs) == 30
+        assert logs[-1]["loss"] < 0.2 * logs[0]["loss"]
+        for k in range(1, STEPS + 1):
+            assert logs[-1][f"accuracy_{k}"] > 0.4 + logs[0][f"accuracy_{k}"]
+        assert logs[-1]["tau"] > 0.5 + logs[0]["tau"]
+
+    def test_logs(self, run: Any) -> None:
+        names = {"loss", "tau", "tau_greedy", *(f"accuracy_{k}" for k in range(1, STEPS + 1))}
+        for log in steps_of(run[0]):
+            assert names <= log.keys()
+            assert all(0 <= log[f"accuracy_{k}"] <= 1 for k in range(1, STEPS + 1))
+            assert 1 <= log["tau"] <= STEPS + 1
+            accuracy = [log[f"accuracy_{k}"] for k in range(1, STEPS + 1)]
+            assert log["tau_greedy"] == pytest.approx(1 + accuracy[0] + accuracy[0] * accuracy[1] + accuracy[0] * accuracy[1] * accuracy[2])
+        held_out = [log for log in run[0].state.log_history if "eval_loss" in log]
+        assert [log["step"] for log in held_out] == [10, 20, 30]
+        assert all({f"eval_{name}" for name in names} <= log.keys() for log in held_out)
+
+    def test_evaluate_returns_what_it_logs(self, run: Any) -> None:
+        """So that `metric_for_best_model="eval_tau"` works."""
+        found = run[0].evaluate()
+        assert found["eval_tau"] == pytest.approx([log for log in run[0].state.log_history if "eval_loss" in log][-1]["eval_tau"])
+        assert {"eval_loss", "eval_accuracy_1", "eval_tau_greedy"} <= found.keys()
+
+    def test_the_embedding_stays(self, run: Any) -> None:
+        trainer, before = run
+        assert not trainer.model.embed_tokens.weight.requires_grad
+        assert torch.equal(trainer.model.embed_tokens.weight, MODEL.get_input_embeddings().weight)
+        moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+        assert moved == before.keys() - {"embed_tokens.weight"}
+
+    def test_the_target_stays(self, run: Any) -> None:
+        assert_same_weights(MODEL, predictable_target())
+        assert not any(p.requires_grad for p in MODEL.parameters())
+
+
+def test_the_best_checkpoint_by_tau(tmp_path: Path) -> None:
+    fields = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = trained(tmp_path, eval_dataset=ROWS[:2], metric_for_best_model="eval_tau", greater_is_better=True, **fields)
+    assert trainer.state.best_metric == max(log["eval_tau"] for log in trainer.state.log_history if "eval_tau" in log)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_no_bar_where_none_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str], disabled: bool) -> None:
+    trained(tmp_path, max_steps=1, disable_tqdm=disabled)
+    out, err = capsys.readouterr()
+    assert "step 1: loss" in out + err
+    assert "τ≈" in out + err
+    assert ("1/1" in err) is not disabled
+
+
+class TestAccumulation:
+    def test_equals_one_large_batch(self, tmp_path: Path) -> None:
+        """Rows with few, many and no supervised slots: means of micro-batches would weigh them equally."""
+        rows = tiny_rows([["uuaaaaaaaaaaaa"], ["uaaa"], ["uuuuuu"], ["uaauaaaauaaaaaaa"]])
+        together = trained(tmp_path / "a", rows, max_steps=3, per_device_train_batch_size=4, **SGD)
+        apart = trained(tmp_path / "b", rows, max_steps=3, per_device_train_batch_size=1, gradient_accumulation_steps=4, **SGD)
+        assert_close(dict(apart.model.named_parameters()), dict(together.model.named_parameters()), rtol=1e-4, atol=1e-5)
+        for ours, theirs in zip(steps_of(apart), steps_of(together), strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+            assert ours["accuracy_1"] == pytest.approx(theirs["accuracy_1"])
+            assert ours["tau"] == pytest.approx(theirs["tau"], rel=1e-3)
+
+    def test_a_remainder_at_the_end_of_the_epoch(self, tmp_path: Path) -> None:
+        """Six rows, four to a step: the last step of the epoch has two, and is divided by their counts."""
+        apart = trained(tmp_path / "a", ROWS[:6], max_steps=4, per_device_train_batch_size=1, gradient_accumulation_steps=4, **SGD)
+        together = trained(tmp_path / "b", ROWS[:6], max_steps=4, per_device_train_batch_size=4, **SGD)
+        assert_close(dict(apart.model.named_parameters()), dict(together.model.named_parameters()), rtol=1e-4, atol=1e-5)
+
+
+class TestNothingSupervised:
+    def test_a_batch_without_slots(self, tmp_path: Path) -> None:
+        trainer = trained(tmp_path, tiny_rows([["uuuuuu"]] * 4), max_steps=2)
+        assert [log["loss"] for log in steps_of(trainer)] == [0, 0]
+        assert all(p.isfinite().all() for p in trainer.model.parameters())
+        assert_same_weights(trainer.model, fresh())
+
+    def test_among_others(self, tmp_path: Path) -> None:
+        trainer = trained(tmp_path, tiny_rows([["uuuuuuu"], ["uuaaaaa"]], 7), max_steps=6, per_device_train_batch_size=1)
+        losses = [log["loss"] for log in steps_of(trainer)]
+        assert sum(loss == 0 for loss in losses) == 3
+        assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_bfloat16_autocast(tmp_path: Path) -> None:
+    half, full = (steps_of(trained(tmp_path / name, bf16=bf16, max_steps=20)) for name, bf16 in (("a", True), ("b", False)))
+    assert half[0]["loss"] == pytest.approx(full[0]["loss"], rel=2e-2)
+    assert half[-1]["loss"] < 0.3 * half[0]["loss"]
+
+
+RESUMED = {"max_steps": 7, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3, "save_total_limit": None}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Uninterrupted: four steps to an epoch, so checkpoint-3 lies within the first, checkpoint-6 within the second."""
+    return trained(tmp_path_factory.mktemp("whole"), draft=fresh(num_layers=2, draft_vocab_size=30), **RESUMED)
+
+
+class TestResume:
+    def resumed(self, directory: Path) -> Any:
+        draft = fresh(num_layers=2, draft_vocab_size=30, seed=5)  # another start: all must come from the checkpoint
+        return trained(directory, draft=draft, resume=True, **RESUMED)
+
+    @pytest.fixture
+    def copied(self, whole: Any, tmp_path: Path) -> Path:
+        """Its folder, as if it had been stopped before the end."""
+        shutil.copytree(whole.args.output_dir, tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "checkpoint-7")
+        return tmp_path / "run"
+
+    @pytest.mark.parametrize("step", [3, 6])
+    def test_equals_uninterrupted_training(self, whole: Any, copied: Path, step: int) -> None:
+        if step == 3:
+            shutil.rmtree(copied / "checkpoint-6")
+        again = self.resumed(copied)
+        assert_same_weights(again.model, whole.model)
+        assert steps_of(again) == steps_of(whole)
+
+    def test_without_a_checkpoint_it_starts(self, whole: Any, tmp_path: Path) -> None:
+        again = trained(tmp_path, draft=fresh(num_layers=2, draft_vocab_size=30), resume=True, **RESUMED)
+        assert steps_of(again) == steps_of(whole)
+
+    DAMAGE: Mapping[str, Any] = {
+        "no trainer_state.json": lambda c: (c / "trainer_state.json").unlink(),
+        "half a trainer_state.json": lambda c: (c / "trainer_state.json").write_text('{"epoch": 1.5, "glob'),
+        "half a model.safetensors": lambda c: os.truncate(c / "model.safetensors", (c / "model.safetensors").stat().st_size // 2),
+        "an empty model.safetensors": lambda c: os.truncate(c / "model.safetensors", 0),
+        "no model.safetensors": lambda c: (c / "model.safetensors").unlink(),
+        "no optimizer.pt": lambda c: (c / "optimizer.pt").unlink(),
+    }
+
+    @pytest.mark.parametrize("damage", DAMAGE)
+    def test_an_incomplete_checkpoint_is_skipped(
+        self, whole: Any, copied: Path, damage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.DAMAGE[damage](copied / "checkpoint-6")
+        monkeypatch.setattr(logging.getLogger("foredraft"), "propagate", True)
+        with caplog.at_level(logging.WARNING):
+            found = latest_complete(copied)
+        assert found == copied / "checkpoint-3"
+        assert f"checkpoint '{copied / 'checkpoint-6'}' is incomplete and is skipped" in caplog.text
+        if damage.startswith("half"):
+            again = self.resumed(copied)
+            assert_same_weights(again.model, whole.model)
+            assert steps_of(again) == steps_of(whole)
+
+    def test_the_newest_is_by_number(self, copied: Path) -> None:
+        shutil.copytree(copied / "checkpoint-3", copied / "checkpoint-10")
+        (copied / "checkpoint-best").mkdir()
+        assert latest_complete(copied) == copied / "checkpoint-10"
+
+    def test_a_checkpoint_is_a_draft(self, whole: Any, copied: Path) -> None:
+        draft = auto_draft(copied / "checkpoint-6")
+        assert draft.config.num_hidden_layers == 2
+        assert draft.draft_ids.tolist() == whole.model.draft_ids.tolist()
+
+
+class Spoiled(Target):
+    """A target whose hidden states overflow in one row, from its second visit on."""
+
+    def __init__(self, row: int, visit: int = 1):
+        super().__init__(MODEL, (2, 4, 5))
+        self.row, self.visits = row, -visit
+
+    def capture(self, batch: Any) -> Signal:
+        signal = super().capture(batch)
+        here = batch["row"] == self.row
+        if here.any():
+            self.visits += 1
+            if self.visits > 0:
+                signal.aux_BSA[here] = float("inf")
+        return signal
+
+
+class TestNonFinite:
+    RUN: Mapping[str, Any] = {"max_steps": 12, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1}
+
+    def test_stops_and_names_rows_and_checkpoint(self, tmp_path: Path) -> None:
+        trainer = trainer_of(fresh(), Spoiled(5), tmp_path, ROWS, **self.RUN)
+        with pytest.raises(NonFiniteLoss) as caught:
+            trainer.train()
+        step = trainer.state.global_step
+        assert 4 <= step < 8  # the second epoch
+        good = tmp_path / f"checkpoint-{step}"
+        message = str(caught.value)
+        assert str(good) in message
+        assert f"after step {step}" in message
+        rows = json.loads(message[message.index("[") : message.index("]") + 1])
+        assert len(rows) == 2
+        assert 5 in rows
+        assert latest_complete(tmp_path) == good
+        weights = auto_draft(good).state_dict()
+        assert all(t.isfinite().all() for t in weights.values())
+        resumed = trained(tmp_path, resume=True, **self.RUN)
+        assert resumed.state.global_step == 12
+
+    def test_before_the_first_checkpoint(self, tmp_path: Path) -> None:
+        with pytest.raises(NonFiniteLoss, match="none yet"):
+            trained(tmp_path, target=Spoiled(5, visit=0), **{**self.RUN, "save_strategy": "no"})
+
+    def test_a_finite_loss_with_an_infinite_gradient(self, tmp_path: Path) -> None:
+        """Its weights must not become the last checkpoint."""
+        draft = fresh()
+        trainer = trainer_of(draft, MODEL, tmp_path, ROWS, **self.RUN)
+
+        def overflow(gradient: Tensor) -> Tensor:
+            return gradient * float("inf") if trainer.state.global_step == 2 else gradient
+
+        draft.fc.weight.register_hook(overflow)
+        with pytest.raises(NonFiniteLoss, match="a gradient overflowed") as caught:
+            trainer.train()
+        assert str(tmp_path / "checkpoint-2") in str(caught.value)
+        assert [c.name for c in checkpoints_of(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
+
+    def test_a_shorter_batch_does_not_hide_an_earlier_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On devices where looking costs time, several batches pass before anybody looks."""
+        trainer = trainer_of(fresh(), MODEL, tmp_path, ROWS)
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, "_raise_if_bad", lambda: None)
+            for loss, rows in ((1.0, [0]), (float("nan"), [4, 7, 6]), (2.0, [1]), (float("inf"), [2, 3, 8, 9]), (1.0, [3])):
+                trainer._watch(torch.tensor(loss), torch.tensor(rows))
+        with pytest.raises(NonFiniteLoss, match=r"rows \[4, 7, 6\]"):
+            trainer._raise_if_bad()
+
+
+@pytest.mark.parametrize(("what", "limit"), [("model.safetensors", 20_000), ("optimizer.pt", 100_000)])
+def test_a_full_disk(tmp_path: Path, what: str, limit: int) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, str(HERE / "train_full_disk.py"), str(run), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    message = done.stderr[done.stderr.index("Error: could not write checkpoint-4") :]
+    assert "disk full?" in message
+    assert f"Complete is: {run / 'checkpoint-2'}; make room, then resume" in message
+    assert (run / "checkpoint-4").exists()
+    assert (run / "checkpoint-2" / what).stat().st_size > limit
+    assert latest_complete(run) == run / "checkpoint-2"
+    whole = trained(tmp_path / "whole", draft=fresh(ttt_steps=2), **FULL_DISK_RUN)
+    again = trained(run, draft=fresh(ttt_steps=2), resume=True, **FULL_DISK_RUN)
+    assert_same_weights(again.model, whole.model)
+
+
+class TestCachedTarget:
+    LAYERS = (2, 4, 5)
+
+    @pytest.fixture
+    def batch(self) -> dict[str, Any]:
+        return self.batch_of(ROWS[:3])
+
+    @staticmethod
+    def batch_of(rows: Any) -> dict[str, Any]:
+        return tiny_batch(fresh().algorithm, rows)
+
+    @pytest.fixture
+    def computed(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+        """How many rows the target had to run over, call by call."""
+        calls: list[int] = []
+        capture = Target.capture
+
+        def counting(target: Target, batch: Any) -> Signal:
+            calls.append(len(batch["input_ids"]))
+            return capture(target, batch)
+
+        monkeypatch.setattr(Target, "capture", counting)
+        return iter([calls])
+
+    def test_gives_the_same_signal(self, batch: dict[str, Any], tmp_path: Path) -> None:
+        expected = Target(MODEL, self.LAYERS).capture(batch)
+        target = CachedTarget(MODEL, self.LAYERS, tmp_path)
+        for _ in range(2):
+            signal = target.capture(batch)
+            for name in ("aux_BSA", "hidden_BST", "top_R", "logsumexp_R"):
+                ours, theirs = getattr(signal, name), getattr(expected, name)
+                assert ours.dtype == theirs.dtype
+                assert_close(ours, theirs, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+            assert_close(signal.logits(signal.hidden_BST[0]), expected.logits(expected.hidden_BST[0]))
+
+    def test_the_second_use_reads_files_only(self, batch: dict[str, Any], tmp_path: Path, computed: Any) -> None:
+        (calls,) = computed
+        CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
+        assert calls == [3]
+        assert len(list(tmp_path.iterdir())) == 3
+        again = CachedTarget(MODEL, self.LAYERS, tmp_path)
+        again.capture(batch)
+        again.capture(self.batch_of([ROWS[2], ROWS[0]]))
+        assert calls == [3]
+        again.capture(self.batch_of([ROWS[4], ROWS[0]]))  # only what is missing
+        assert calls == [3, 1]
+
+    def test_a_changed_row_is_computed(self, tmp_path: Path, computed: Any) -> None:
+        (calls,) = computed
+        target = CachedTarget(MODEL, self.LAYERS, tmp_path)
+        target.capture(self.batch_of(ROWS[:1]))
+        for name, value in (("input_ids", 33), ("spans", -1), ("documents", 1)):
+            row = {**ROWS[0], name: [*ROWS[0][name][:-1], value]}
+            signal, expected = target.capture(self.batch_of([row])), Target(MODEL, self.LAYERS).capture(self.batch_of([row]))
+            assert_close(signal.aux_BSA, expected.aux_BSA, rtol=0, atol=0)
+            assert_close(signal.top_R, expected.top_R)
+        assert len(calls) == 1 + 2 * 3
+
+    def test_another_target_is_computed(self, batch: dict[str, Any], tmp_path: Path, computed: Any) -> None:
+        (calls,) = computed
+        CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
+        others = {
+            "dtype": CachedTarget(predictable_target().to(torch.bfloat16), self.LAYERS, tmp_path),
+            "aux layers": CachedTarget(MODEL, (1, 4, 5), tmp_path),
+            "config": CachedTarget(tiny_target(rms_norm_eps=1e-2), self.LAYERS, tmp_path),
+            "weights": CachedTarget(tiny_target(seed=3), self.LAYERS, tmp_path),  # trained further, in the same directory
+        }
+        for number, (what, other) in enumerate(others.items(), 2):
+            other.capture(batch)
+            assert len(calls) == number, what
+        assert CachedTarget(predictable_target(), self.LAYERS, tmp_path).capture(batch) is not None  # loaded once more
+        assert len(calls) == number
+
+    def test_what_an_interrupted_run_left_is_ignored(self, batch: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Killed between writing and renaming: half a file under its temporary name."""
+        expected = Target(MODEL, self.LAYERS).capture(batch)
+        with monkeypatch.context() as patch:
+            patch.setattr("foredraft.training.cache.os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
+        (left,) = tmp_path.iterdir()
+        assert left.suffix != ".safetensors"
+        left.write_bytes(left.read_bytes()[:100])
+        assert_close(CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch).aux_BSA, expected.aux_BSA, rtol=0, atol=0)
+        assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+    def test_trains_the_same(self, tmp_path: Path) -> None:
+        layers = fresh().config.aux_layers
+        plain = trained(tmp_path / "a", max_steps=5)
+        for name in ("b", "c"):  # writing the files, then reading them
+            cached = trained(tmp_path / name, target=CachedTarget(MODEL, layers, tmp_path / "cache"), max_steps=5)
+            assert steps_of(cached) == steps_of(plain)
+            assert_same_weights(cached.model, plain.model)
+
+
+def test_python_use(tmp_path: Path) -> None:
+    """From conversations to a draft on disk."""
+    tokenizer, model = letter_tokenizer(), MODEL
+    talk = [[{"role": "user", "content": "ab"}, {"role": "assistant", "content": "hovCJQ" * 2}] for _ in range(6)]
+    rows = pack(Conversations(talk), tokenizer, 32)
+    draft = auto_draft(model.config, ttt_steps=2)
+    target = Target(model, draft.config.aux_layers)
+    draft.start_from(target)
+    args = DraftTrainingArguments(output_dir=str(tmp_path), max_steps=3, use_cpu=True, logging_steps=1)
+    trainer = DraftTrainer(draft, target, args, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "draft"))
+    assert_same_weights(auto_draft(tmp_path / "draft"), draft)
+    assert latest_complete(tmp_path) == tmp_path / "checkpoint-3"
+
+
+def test_a_model_in_place_of_a_target(tmp_path: Path) -> None:
+    trainer = DraftTrainer(fresh(), MODEL, arguments(tmp_path), train_dataset=ROWS)
+    assert trainer.target.aux_layers == (2, 4, 5)
+
+
+def test_a_draft_without_an_algorithm(tmp_path: Path) -> None:
+    draft = fresh()
+    draft.algorithm = None
+    with pytest.raises(ForedraftError, match="no algorithm to train with"):
+        DraftTrainer(draft, MODEL, arguments(tmp_path), train_dataset=ROWS)
+
+
+def test_the_collator_knows_the_epoch(tmp_path: Path) -> None:
+    """What it draws differs from epoch to epoch, and after a resumption it is what it would have been."""
+    seen: list[tuple[int, int]] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append((state.global_step, kwargs["train_dataloader"].collate_fn.epoch))
+
+    fields = {"max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    trainer = trainer_of(fresh(), MODEL, tmp_path, ROWS, **fields)
+    trainer.add_callback(Watch)
+    trainer.train()
+    assert seen == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2)]
+    seen.clear()
+    trainer = trainer_of(fresh(), MODEL, tmp_path, ROWS, **fields)
+    trainer.add_callback(Watch)
+    shutil.rmtree(tmp_path / "checkpoint-5", ignore_errors=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert seen == [(4, 1), (5, 2)]
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    run_on_ranks(tmp_path / "one", 4)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = [str(HERE / "train_two_ranks.py"), str(tmp_path / "two"), "2"]
+    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = (torch.load(tmp_path / name / "weights.pt") for name in ("two", "one"))
+    assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    logs = [json.loads((tmp_path / name / "logs.json").read_text()) for name in ("two", "one")]
+    for two, one in zip(*logs, strict=True):
+        for name in set(one) & {"loss", "accuracy_1", "accuracy_3", "tau", "eval_accuracy_1", "eval_tau"}:
+            assert two[name] == pytest.approx(one[name], rel=1e-3), (name, one["step"])
