@@ -1,6 +1,7 @@
 """The frozen target: what it says of a batch (`Signal`), from its own modules."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,10 +85,9 @@ class Target:
 
         transformers tells documents apart by positions that restart (no attention mask given), in every attention implementation.
         """
-        out = self.decoder(
-            input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False, **capture_arguments(self.aux_layers)
-        )
-        return self.signal(captured(out, self.aux_layers), out.last_hidden_state, batch["teacher_rows"])
+        with AuxCapture(self.model, self.aux_layers) as captured:
+            out = self.decoder(input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False)
+        return self.signal(captured.aux_BSA, out.last_hidden_state, batch["teacher_rows"])
 
     @torch.no_grad()
     def signal(self, aux_BSA: Tensor, hidden_BST: Tensor, teacher_rows_R: Tensor) -> Signal:
@@ -119,13 +119,33 @@ class Target:
             )
 
 
-def capture_arguments(aux_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Keyword arguments that make a forward return the aux layers alone (transformers counts layer *outputs* from 0)."""
-    return {"output_hidden_states": [i - 1 for i in aux_layers]}
+class AuxCapture:
+    """While open, remembers what the aux layers put out in the latest forward.
 
+    By hooks on the decoder layers: transformers' list form of `output_hidden_states` counts layer outputs in 5.18 and
+    `hidden_states` entries in 5.23, without a word, and it clashes with a user's own `output_hidden_states=True`.
+    """
 
-def captured(out: Any, aux_layers: tuple[int, ...]) -> Tensor:
-    """The concatenated aux states [B, S, A] of a forward made with `capture_arguments`, or with `output_hidden_states=True`."""
-    states = out.hidden_states
-    shift = 0 if all(state is not None for state in states) and len(states) > aux_layers[-1] + 1 else 1
-    return torch.cat([states[i - shift] for i in aux_layers], dim=-1)
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]):
+        layers = model.get_decoder().layers
+        self._layers = {i: layers[i - 1] for i in aux_layers}
+        self._states: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "AuxCapture":
+        for i, layer in self._layers.items():
+            self._hooks.append(layer.register_forward_hook(partial(self._keep, i)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def aux_BSA(self) -> Tensor:
+        """The concatenated aux states of the latest forward."""
+        return torch.cat([self._states[i] for i in self._layers], dim=-1)
+
+    def _keep(self, i: int, module: Any, arguments: Any, output: Any) -> None:
+        self._states[i] = output[0] if isinstance(output, tuple) else output

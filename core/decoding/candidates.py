@@ -1,6 +1,6 @@
 """A draft inside transformers' assisted generation: the candidate generator that asks a drafter."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..draft import BaseDraft
 from ..errors import ForedraftError
-from ..target import capture_arguments, captured
+from ..target import AuxCapture
 from .stats import DraftingStats
 
 
@@ -17,10 +17,12 @@ class DraftCandidateGenerator(CandidateGenerator):
     """Drafts for `target.generate`: reads the target's hidden states of what was accepted, proposes what may follow."""
 
     requires_model_outputs = True
+    model_kwargs_overrides: ClassVar[dict[str, Any]] = {}  # the aux states come by AuxCapture
 
     def __init__(
         self,
         draft: BaseDraft,
+        captured: AuxCapture,
         num_tokens: int,
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList | None,
@@ -28,12 +30,9 @@ class DraftCandidateGenerator(CandidateGenerator):
     ):
         if draft.algorithm is None:
             raise ForedraftError("this draft has no algorithm to draft with: load it with auto_draft(...)")
-        self.draft, self.num_tokens, self.stats = draft, num_tokens, stats
+        self.draft, self.captured, self.num_tokens, self.stats = draft, captured, num_tokens, stats
         self.do_sample, self.max_length = generation_config.do_sample, generation_config.max_length
         self.processors = logits_processor or LogitsProcessorList()
-        # A user's own output_hidden_states=True asks for all layers; ours are among them.
-        wants_all = bool(generation_config.output_hidden_states)
-        self.model_kwargs_overrides = {"output_hidden_states": True} if wants_all else capture_arguments(draft.config.aux_layers)
         self.drafter = draft.algorithm.drafter(draft)
         self.draft_ids = draft.draft_ids
         self.known, self.prefilled = 0, False
@@ -47,7 +46,7 @@ class DraftCandidateGenerator(CandidateGenerator):
         limit = min(self.num_tokens, self.max_length - input_ids.shape[1] - 1)
         if limit <= 0:
             return input_ids, None
-        aux_1NA = captured(kwargs["model_outputs"], self.draft.config.aux_layers)[:, :fresh]
+        aux_1NA = self.captured.aux_BSA[:, :fresh]
         self.known += fresh
         ids = input_ids[0].to(self.draft.device)
         tokens, logits = self.drafter.propose(ids, aux_1NA.to(self.draft.device), limit, lambda z, drafted: self._choose(ids, z, drafted))

@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 
 from ..draft import BaseDraft
 from ..errors import ForedraftError
+from ..target import AuxCapture
 from .candidates import DraftCandidateGenerator
 from .stats import DraftingStats
 
@@ -63,13 +64,14 @@ def drafting(target: PreTrainedModel, draft: BaseDraft, num_tokens: int, stats: 
     """While open, assisted generation of `target` gets its candidates from `draft`; restored afterwards, whatever happens."""
 
     def candidate_generator(generation_config: Any, logits_processor: Any = None, **_: Any) -> DraftCandidateGenerator:
-        return DraftCandidateGenerator(draft, num_tokens, generation_config, logits_processor, stats)
+        return DraftCandidateGenerator(draft, captured, num_tokens, generation_config, logits_processor, stats)
 
-    target._get_candidate_generator = candidate_generator
-    try:
-        yield
-    finally:
-        del target._get_candidate_generator
+    with AuxCapture(target, draft.config.aux_layers) as captured:
+        target._get_candidate_generator = candidate_generator
+        try:
+            yield
+        finally:
+            del target._get_candidate_generator
 
 
 def check_pair(target: PreTrainedModel, draft: BaseDraft) -> None:

@@ -29,8 +29,8 @@ class DataConfig(Frozen):
     """Where the conversations come from and how they are packed."""
 
     train: list[str] | str = Field(description="JSONL, parquet or datasets source(s) of conversations")
-    limit: int | None = Field(None, ge=1, description="use only the first so many conversations")
-    held_out: int = Field(0, ge=0, description="conversations kept out of training, to evaluate on")
+    limit: int | None = Field(None, ge=1, description="use only the first so many conversations of each source")
+    held_out: int = Field(0, ge=0, description="conversations of the first source kept out of training, to evaluate on")
     held_out_seed: int = Field(0, description="which ones")
     max_length: int = Field(1024, ge=8, description="tokens per packed row; longer conversations are cut")
 
@@ -135,11 +135,16 @@ def train(config: RunConfig) -> Path:
 
 
 def load_split(data: DataConfig) -> tuple[Conversations, Conversations]:
-    """(train, held out) of all sources."""
-    sources = [data.train] if isinstance(data.train, str) else data.train
-    loaded = [Conversations.load(source) for source in sources]
-    together = Conversations([c for conversations in loaded for c in conversations][: data.limit], ", ".join(sources))
-    return together.holding_out(data.held_out, data.held_out_seed)
+    """(train, held out): what is held out comes from the first source, so that more training data leaves it the same."""
+    first, *others = [data.train] if isinstance(data.train, str) else data.train
+    conversations, held_out = _load(first, data.limit).holding_out(data.held_out, data.held_out_seed)
+    for other in others:
+        conversations = Conversations([*conversations, *_load(other, data.limit)], f"{conversations.source}, {other}")
+    return conversations, held_out
+
+
+def _load(source: str, limit: int | None) -> Conversations:
+    return Conversations(Conversations.load(source)[:limit], source)
 
 
 def _override(fields: dict[str, Any], override: str) -> None:
