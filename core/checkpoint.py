@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ def save_draft(draft: "BaseDraft", path: str | Path) -> Path:
     """
     with replacing(path) as temporary:
         draft.save_pretrained(temporary)
+        (temporary / WEIGHTS).chmod(0o644)  # safetensors makes it private to the user; servers often run as another
     return Path(path)
 
 
@@ -35,22 +36,24 @@ def save_draft(draft: "BaseDraft", path: str | Path) -> Path:
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary directory beside `path` that takes its place if the block succeeds, and vanishes if it fails."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    temporary = old = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         yield temporary
-        old = None
+        os.chmod(temporary, 0o755)
         if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent)) / "was"
-            os.replace(path, old)
+            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+            os.replace(path, old / "was")
         os.replace(temporary, path)
-        os.chmod(path, 0o755)
-        if old is not None:
-            shutil.rmtree(old.parent)
     except (OSError, SafetensorError) as error:
+        if old is not None and (old / "was").exists():
+            os.replace(old / "was", path)
         raise ForedraftError(f"could not write '{path}': {error}\n  what was there before is untouched") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in (temporary, old):
+            if leftover is not None:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -125,5 +128,7 @@ def write_text(file: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, file)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ForedraftError(f"could not write '{file}': {error}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

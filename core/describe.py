@@ -1,10 +1,13 @@
 """What foredraft makes of a target or a draft, in words."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .auto import DEFAULT_ALGORITHM, auto_draft
+from .checkpoint import read_config
 from .draft import BaseDraft
 
 
@@ -12,18 +15,18 @@ def describe(
     name: str, algorithm: str | None = None, draft_vocab_size: int | None = None, rows: int = 1, length: int = 2048
 ) -> dict[str, str]:
     """Title → text, for a target or a draft at `name`. Raises what `auto_draft` raises."""
-    with torch.device("meta"):
+    is_draft = (Path(name) / "config.json").exists() and "foredraft" in read_config(name)
+    with nullcontext() if is_draft else torch.device("meta"):  # a draft is loaded, so that what is wrong with it shows
         draft = auto_draft(name, algorithm, draft_vocab_size=draft_vocab_size)
     config, made = draft.config, draft.config.foredraft
     target = made["target"]
-    is_draft = made.get("versions") is not None and draft.config.name_or_path == str(name)
     trained = sum(p.numel() for n, p in draft.named_parameters() if not n.startswith("embed_tokens"))
     embedding = draft.embed_tokens.weight.numel()
     lines = {
         "what": f"a draft by {made['algorithm']}"
         if is_draft
         else f"a target; planned: a draft by {made['algorithm'] or DEFAULT_ALGORITHM}",
-        "target": f"{target['name'] or name}: {target['model_type']}, {target['num_hidden_layers']} layers, "
+        "target": f"{target['name'] or ('unnamed' if is_draft else name)}: {target['model_type']}, {target['num_hidden_layers']} layers, "
         f"hidden {target['hidden_size']}, vocabulary {target['vocab_size']}",
         "adapter": f"{made['adapter']}: {type(draft).summary}; takes model_type {', '.join(type(draft).model_types)}",
         "draft": f"{config.num_hidden_layers} layer(s), hidden {config.hidden_size}, {config.num_attention_heads} heads, "
