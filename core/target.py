@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .config import check_aux_layers
 from .errors import ForedraftError
@@ -34,6 +34,22 @@ class Signal:
     def logits(self, hidden_NT: Tensor, ids_W: Tensor | None = None) -> Tensor:
         """The target's logits (soft-cap and scaling included), over the tokens `ids_W` or all, float32."""
         return self.target.head(hidden_NT, ids_W)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the target in a directory or on the hub. Raises `ForedraftError` if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ForedraftError(f"the tokenizer of target '{name}' could not be loaded: {error}") from error
+
+
+def load_target(name: str, dtype: str) -> PreTrainedModel:
+    """The target in a directory or on the hub, on the CPU. Raises `ForedraftError` if it is not there."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ForedraftError(f"target '{name}' could not be loaded: {error}") from error
 
 
 class Target:

@@ -20,17 +20,14 @@ DraftTokensOption = Annotated[int, typer.Option("--num-draft-tokens", "-k", min=
 def load_target(name: str, dtype: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The target, on the GPU if there is one, and its tokenizer. Raises `ForedraftError` if it is not there."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
+
+    from .. import target
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ForedraftError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
     logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise ForedraftError(f"target '{name}' could not be loaded: {error}") from error
+    tokenizer, model = target.load_tokenizer(name), target.load_target(name, dtype)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 

@@ -1,5 +1,7 @@
 """`foredraft preview` and `foredraft regenerate`."""
 
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -17,20 +19,20 @@ def preview(
     """Show a conversation as the target sees it: green is supervised, the rest is context."""
     from rich.console import Console
     from rich.text import Text
-    from transformers import AutoTokenizer
 
     from ..data import Conversations, Renderer, pack
     from ..errors import ForedraftError
+    from ..target import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = load_tokenizer(target)
     conversations = Conversations.load(source)
     if index >= len(conversations):
         raise ForedraftError(f"--index {index}: '{source}' has {len(conversations)} conversations")
     renderer = Renderer(tokenizer)
     shown = renderer.render(conversations[index], f"{source}, conversation {index}")
     text = Text()
-    for token, span in zip(shown.ids, shown.spans, strict=True):
-        text.append(tokenizer.decode([token]), style="bold green" if span >= 0 else "dim")
+    for span, tokens in groupby(zip(shown.ids, shown.spans, strict=True), key=itemgetter(1)):  # a character may be several tokens
+        text.append(tokenizer.decode([token for token, _ in tokens]), style="bold green" if span >= 0 else "dim")
     console = Console()
     console.print(text)
     supervised = sum(s >= 0 for s in shown.spans)

@@ -5,12 +5,11 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import yaml
 from pydantic import Field, ValidationError
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..auto import DEFAULT_ALGORITHM, auto_draft, describe_validation, make_algorithm
 from ..checkpoint import save_draft, write_text
@@ -18,7 +17,7 @@ from ..data import Conversations, pack
 from ..errors import ForedraftError, nearest
 from ..protocols import Frozen
 from ..registry import default_registry
-from ..target import Target
+from ..target import Target, load_target, load_tokenizer
 from ..vocabulary import choose_vocabulary, count_tokens
 from .cache import CachedTarget
 from .plot import plot_training
@@ -28,7 +27,7 @@ from .trainer import DraftTrainer, DraftTrainingArguments
 class DataConfig(Frozen):
     """Where the conversations come from and how they are packed."""
 
-    train: list[str] | str = Field(description="JSONL, parquet or datasets source(s) of conversations")
+    train: Annotated[list[str], Field(min_length=1)] | str = Field(description="JSONL, parquet or datasets source(s) of conversations")
     limit: int | None = Field(None, ge=1, description="use only the first so many conversations of each source")
     held_out: int = Field(0, ge=0, description="conversations of the first source kept out of training, to evaluate on")
     held_out_seed: int = Field(0, description="which ones")
@@ -86,14 +85,15 @@ class RunConfig(Frozen):
         except ValidationError as error:
             known = {**cls.model_fields, **{f"data.{k}": v for k, v in DataConfig.model_fields.items()}}
             problems.append(describe_validation(error, known))
-        for key in fields.get("training") or {}:
-            known_arguments = [f.name for f in dataclasses.fields(DraftTrainingArguments) if f.init]
+        training, options, algorithm = (fields.get(key) for key in ("training", "options", "algorithm"))
+        known_arguments = [f.name for f in dataclasses.fields(DraftTrainingArguments) if f.init]
+        for key in training if isinstance(training, dict) else ():
             if key not in known_arguments:
                 problems.append(f"unknown training argument '{key}'{nearest(key, known_arguments)} (see transformers.TrainingArguments)")
             elif key == "output_dir":
                 problems.append("training.output_dir: set output_dir, one level up")
         try:
-            make_algorithm(fields.get("algorithm", DEFAULT_ALGORITHM), fields.get("options") or {}, default_registry())
+            make_algorithm(str(algorithm or DEFAULT_ALGORITHM), options if isinstance(options, dict) else {}, default_registry())
         except ForedraftError as error:
             problems.append(str(error))
         if problems or config is None:
@@ -104,9 +104,8 @@ class RunConfig(Frozen):
 def train(config: RunConfig) -> Path:
     """Carry out a run; returns the directory of the finished draft, `output_dir/draft`."""
     torch.set_float32_matmul_precision(config.matmul_precision)
-    arguments = DraftTrainingArguments(**{"save_strategy": "epoch", **config.training, "output_dir": config.output_dir})
-    tokenizer = AutoTokenizer.from_pretrained(config.target)
-    model = AutoModelForCausalLM.from_pretrained(config.target, dtype=config.target_dtype)
+    arguments = _arguments(config)
+    tokenizer, model = load_tokenizer(config.target), load_target(config.target, config.target_dtype)
     conversations, held_out = load_split(config.data)
     rows = pack(conversations, tokenizer, config.data.max_length)
     eval_rows = pack(held_out, tokenizer, config.data.max_length) if held_out else None
@@ -134,6 +133,19 @@ def train(config: RunConfig) -> Path:
     return save_draft(draft, output / "draft")
 
 
+def _arguments(config: RunConfig) -> DraftTrainingArguments:
+    try:
+        try:
+        arguments = DraftTrainingArguments(**{"save_strategy": "epoch", **config.training, "output_dir": config.output_dir})
+    except (ValueError, TypeError) as error:
+        raise ForedraftError(f"training arguments: {error}") from error
+    except (ValueError, TypeError, ImportError) as error:
+        raise ForedraftError(f"training arguments: {error}") from error
+    if arguments.eval_strategy != "no" and not config.data.held_out:
+        raise ForedraftError("training.eval_strategy asks for evaluations: set data.held_out, there is nothing to evaluate on")
+    return arguments
+
+
 def load_split(data: DataConfig) -> tuple[Conversations, Conversations]:
     """(train, held out): what is held out comes from the first source, so that more training data leaves it the same."""
     first, *others = [data.train] if isinstance(data.train, str) else data.train
@@ -153,10 +165,15 @@ def _override(fields: dict[str, Any], override: str) -> None:
         raise ForedraftError(f"override '{override}': expected key=value, as in training.learning_rate=1e-4")
     *parents, leaf = key.split(".")
     for parent in parents:
-        fields = fields.setdefault(parent, {})
+        if fields.get(parent) is None:
+            fields[parent] = {}
+        fields = fields[parent]
         if not isinstance(fields, dict):
             raise ForedraftError(f"override '{override}': '{parent}' holds a value, no keys")
-    parsed = yaml.safe_load(value)
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ForedraftError(f"override '{override}': '{value}' is no YAML value: {error}") from error
     with suppress(ValueError):  # YAML reads 1e-4 as text
         parsed = float(parsed) if isinstance(parsed, str) else parsed
     fields[leaf] = parsed

@@ -35,6 +35,11 @@ class DraftTrainingArguments(TrainingArguments):
     report_to: str | list[str] | None = field(default="none", metadata={"help": "integrations to report to"})
     save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints kept"})
 
+    def __post_init__(self) -> None:
+        """Without an accelerator the CPU is meant: transformers refuses `bf16` there unless told so."""
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+
 
 class DraftTrainer(Trainer):
     """Trains a draft of any adapter with the algorithm it was built for.
