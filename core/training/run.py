@@ -135,10 +135,7 @@ def train(config: RunConfig) -> Path:
 
 def _arguments(config: RunConfig) -> DraftTrainingArguments:
     try:
-        try:
         arguments = DraftTrainingArguments(**{"save_strategy": "epoch", **config.training, "output_dir": config.output_dir})
-    except (ValueError, TypeError) as error:
-        raise ForedraftError(f"training arguments: {error}") from error
     except (ValueError, TypeError, ImportError) as error:
         raise ForedraftError(f"training arguments: {error}") from error
     if arguments.eval_strategy != "no" and not config.data.held_out:
