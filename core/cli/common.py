@@ -34,10 +34,11 @@ def load_target(name: str, dtype: str) -> "tuple[PreTrainedModel, PreTrainedToke
 def load_draft_for(path: str, target: Any) -> "BaseDraft":
     """The draft in `path`, in the target's dtype and on its device."""
     from ..auto import auto_draft
+    from ..checkpoint import read_config
     from ..decoding.generate import check_pair
 
+    if "foredraft" not in read_config(path):  # auto_draft would plan a fresh draft for it
+        raise ForedraftError(f"'{path}' is no draft: its config.json has no 'foredraft' entry")
     draft = auto_draft(path)
-    if getattr(draft.config, "foredraft", None) is None or draft.algorithm is None:
-        raise ForedraftError(f"'{path}' is no draft")
     check_pair(target, draft)
     return draft.to(target.device, target.dtype).eval()
