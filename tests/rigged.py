@@ -19,13 +19,16 @@ TEMPLATE = (
 )
 
 
-def predictable_target(vocab: int = 50, layers: int = 8, sharpness: float = 2.0) -> LlamaForCausalLM:
-    """Follows every token x by (x + 7) mod vocab, with a probability that grows with `sharpness`: its layers change nothing."""
+def predictable_target(vocab: int = 50, layers: int = 8, sharpness: float = 2.0, wobble: float = 0.0) -> LlamaForCausalLM:
+    """Follows every token x by (x + 7) mod vocab, with a probability that grows with `sharpness`: its layers change nothing.
+
+    With some `wobble` they do change something, and now and then it says something else.
+    """
     model = tiny_target(layers=layers, vocab=vocab)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
+            layer.self_attn.o_proj.weight.mul_(wobble)
+            layer.mlp.down_proj.weight.mul_(wobble)
         embedding = model.get_input_embeddings().weight
         unit = embedding / embedding.norm(dim=-1, keepdim=True)
         model.get_output_embeddings().weight.copy_(sharpness * unit.roll(7, dims=0))

@@ -65,20 +65,25 @@ def load_prompts(file: str | Path, limit: int | None = None) -> list[Prompt]:
             row = json.loads(line)
         except ValueError as error:
             raise ForedraftError(f"prompts '{file}', line {number} is no JSON: {error}") from error
-        if isinstance(row.get("prompt"), str):
-            prompts.append([{"role": "user", "content": row["prompt"]}])
-        elif row.get("turns"):
-            prompts.append([{"role": "user", "content": row["turns"][0]}])
-        elif row.get("messages") or row.get("conversations"):
-            messages = messages_of(row, f"{file}, line {number}")
-            while messages and messages[-1]["role"] != "user":
-                messages.pop()
-            prompts.append(messages)
-        else:
-            raise ForedraftError(f"prompts '{file}', line {number}: expected 'prompt', 'turns' or 'messages', found {sorted(row)}")
+        prompts.append(_prompt(row, f"prompts '{file}', line {number}"))
     if not prompts:
         raise ForedraftError(f"prompts '{file}' holds none")
     return prompts
+
+
+def _prompt(row: Any, where: str) -> Prompt:
+    fields = row if isinstance(row, dict) else {}
+    turns = fields.get("turns")
+    for text in (fields.get("prompt"), turns[0] if isinstance(turns, list) and turns else None):
+        if isinstance(text, str):
+            return [{"role": "user", "content": text}]
+    if not (fields.get("messages") or fields.get("conversations")):
+        raise ForedraftError(f"{where}: expected 'prompt', 'turns' or 'messages', found {sorted(fields) or type(row).__name__}")
+    messages = messages_of(fields, where)
+    asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    if not asked:
+        raise ForedraftError(f"{where}: no user turn to answer")
+    return messages[: asked[-1] + 1]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: Any = "cpu") -> Tensor:
