@@ -1,12 +1,12 @@
 """The wheel holds what the repository holds, whatever an old `build/` may contain."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -30,9 +30,10 @@ def in_package(name: str) -> str:
 
 def built_with() -> list[str]:
     """The command that builds a wheel from the current folder, without a network."""
-    if importlib.util.find_spec("build") is not None:
+    installed = {d.name for d in metadata.distributions()}  # a folder called build can be imported, too
+    if "build" in installed:
         return [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
-    if importlib.util.find_spec("pip") is not None:
+    if "pip" in installed:
         return [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir"]
     pytest.skip("neither build nor pip is installed")
 
