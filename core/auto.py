@@ -36,9 +36,10 @@ def auto_draft(
     Raises `ForedraftError` for an unknown architecture, algorithm or option, and for layers or vocabularies that do not fit.
     """
     registry = registry or default_registry()
+    asked = {"adapter": adapter, "aux_layers": aux_layers, "draft_vocab_size": draft_vocab_size}
     if isinstance(config, str | Path):
         if (Path(config) / "config.json").exists() and "foredraft" in read_config(config):
-            return _with_options(load_draft(config, registry), algorithm, options, registry)
+            return _with_options(load_draft(config, registry), algorithm, options, asked, registry)
         try:
             config = AutoConfig.from_pretrained(str(config))
         except (OSError, ValueError) as error:
@@ -52,7 +53,7 @@ def auto_draft(
             config = _target_config(fields, registry)
     if getattr(config, "foredraft", None):
         draft = registry.adapter(config.foredraft["adapter"])(config)
-        return _with_options(draft, algorithm, options, registry)
+        return _with_options(draft, algorithm, options, asked, registry)
     method = make_algorithm(algorithm or DEFAULT_ALGORITHM, options, registry)
     cls = registry.adapter(adapter) if adapter else registry.adapter_for(config.get_text_config().model_type)
     return cls(cls.make_config(config, method, aux_layers, draft_vocab_size), method)
@@ -90,8 +91,12 @@ def _target_config(fields: Mapping[str, Any], registry: Registry) -> PretrainedC
         raise ForedraftError(f"transformers cannot make a config for model_type '{name}': {str(error)[:200]}") from error
 
 
-def _with_options(draft: BaseDraft, algorithm: str | None, options: Mapping[str, Any], registry: Registry) -> BaseDraft:
+def _with_options(
+    draft: BaseDraft, algorithm: str | None, options: Mapping[str, Any], asked: Mapping[str, Any], registry: Registry
+) -> BaseDraft:
     made = draft.config.foredraft
+    if fixed := [name for name, value in asked.items() if value is not None]:
+        raise ForedraftError(f"{', '.join(fixed)}: this draft's shape is settled; build a new one from the target's config")
     if algorithm not in (None, made["algorithm"]):
         raise ForedraftError(
             f"this draft was made by algorithm '{made['algorithm']}', asked for '{algorithm}': build a new one from the target's config"

@@ -96,6 +96,7 @@ def load_draft(path: str | Path, registry: Registry, **kwargs: Any) -> "BaseDraf
     if any(problems.values()):
         lists = "\n".join(f"  {kind}: {', '.join(names)}" for kind, names in problems.items() if names)
         raise ForedraftError(f"the weights in '{path}' do not fit its config.json:\n{lists}")
+    draft.embed_tokens.requires_grad_(False)  # from_pretrained makes every parameter trainable
     return draft.eval()
 
 

@@ -41,7 +41,7 @@ class BaseDraft(PreTrainedModel):
         super().__init__(config)
         self.algorithm = algorithm
         width, chunk = config.hidden_size, config.target_hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)  # the target's, see start_from
         self.fc = nn.Linear(config.num_aux_hidden_states * chunk, width, bias=False)
         self.fc_norm = nn.ModuleList(self.make_norm(chunk) for _ in range(config.num_aux_hidden_states if config.fc_norm else 0))
         self.layers: Any = nn.ModuleList(DraftLayer(self, i) for i in range(config.num_hidden_layers))
@@ -162,7 +162,7 @@ class BaseDraft(PreTrainedModel):
 
     @torch.no_grad()
     def start_from(self, target: Target | PreTrainedModel) -> None:
-        """Start near the target: its embedding (then frozen), head and final norm, its last layers, and fc passing the last aux state.
+        """Start near the target: its embedding (frozen), head and final norm, its last layers, and fc passing the last aux state.
 
         The fresh draft then is the target's last layers on its last aux state; what it must learn is to look at the next
         token. Parameters whose counterpart has another name or shape keep their random start.
@@ -170,7 +170,6 @@ class BaseDraft(PreTrainedModel):
         if not isinstance(target, Target):
             target = Target(target, self.config.aux_layers)
         self.embed_tokens.weight.copy_(target.embedding_weight)
-        self.embed_tokens.requires_grad_(False)
         if target.head_weight.shape[1] != self.config.hidden_size:
             return  # a draft of another width shares no space with the target
         self.lm_head.weight.copy_(target.head_weight[self.draft_ids.to(target.head_weight.device)])

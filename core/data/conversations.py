@@ -13,13 +13,15 @@ _BUILDERS = {".jsonl": "json", ".json": "json", ".gz": "json", ".parquet": "parq
 
 
 def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
-    """The messages of one record: OpenAI-style `messages` or ShareGPT's `conversations` (`from` / `value`).
+    """The messages of one record: OpenAI-style `messages`, ShareGPT's `conversations` (`from` / `value`), or a lone `prompt`.
 
     `where` names the record in errors. Raises `ForedraftError` if neither form is there.
     """
+    if isinstance(record.get("prompt"), str):
+        return [{"role": "user", "content": record["prompt"]}]
     turns = record.get("messages") or record.get("conversations")
     if not isinstance(turns, list):
-        raise ForedraftError(f"{where}: expected a list under 'messages' or 'conversations', found the fields {sorted(record)}")
+        raise ForedraftError(f"{where}: expected a list under 'messages' or 'conversations', or a text under 'prompt', found the fields {sorted(record)}")
     messages = []
     for i, turn in enumerate(turns):
         if not isinstance(turn, Mapping):

@@ -10,12 +10,12 @@ from .conversations import Conversations
 from .render import Rendered, Renderer
 
 
-def pack(conversations: Conversations, tokenizer: PreTrainedTokenizerBase, length: int, keep: int | None = None) -> Dataset:
+def pack(conversations: Conversations, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
     """Conversations as packed rows: a `datasets.Dataset` with `input_ids`, `documents`, `spans` (each [length]) and `row`.
 
     `documents` numbers the documents of a row, -1 is padding. `spans` numbers the assistant turns of a row, -1 elsewhere. A
     conversation longer than `length` is cut at its end. Conversations without assistant tokens are dropped; the
-    dataset's `info.description` counts them. `keep` bounds the number of rows.
+    dataset's `info.description` counts them.
 
     Raises `ForedraftError` if nothing is left to train on.
     """
@@ -26,7 +26,7 @@ def pack(conversations: Conversations, tokenizer: PreTrainedTokenizerBase, lengt
             f"nothing to train on: none of the {len(conversations)} conversations of '{conversations.source}' has an assistant turn "
             f"within its first {length} tokens.\n  See what is supervised with `foredraft preview`; `foredraft regenerate` answers prompts"
         )
-    rows = _fill(rendered, length)[:keep]
+    rows = _fill(rendered, length)
     dataset = Dataset.from_list([{**row, "row": i} for i, row in enumerate(rows)])
     dropped, cut = len(conversations) - len(rendered), sum(len(r.ids) > length for r in rendered)
     dataset.info.description = (

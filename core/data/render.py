@@ -73,6 +73,8 @@ class Renderer:
         spans = [-1] * len(ids)
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         for turn, i in enumerate(turns):
+            if i == 0:
+                continue  # nobody asked: a greeting that the model is not prompted for
             asked, answered = self._text(messages[:i], where, prompt=True), self._text(messages[: i + 1], where)
             if not (answered.startswith(asked) and text.startswith(answered)):
                 raise ForedraftError(

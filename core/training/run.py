@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -135,7 +136,9 @@ def train(config: RunConfig) -> Path:
 
 def _arguments(config: RunConfig) -> DraftTrainingArguments:
     try:
-        arguments = DraftTrainingArguments(**{"save_strategy": "epoch", **config.training, "output_dir": config.output_dir})
+        # A bar on a terminal, lines in a log file.
+        defaults = {"save_strategy": "epoch", "disable_tqdm": not sys.stderr.isatty()}
+        arguments = DraftTrainingArguments(**{**defaults, **config.training, "output_dir": config.output_dir})
     except (ValueError, TypeError, ImportError) as error:
         raise ForedraftError(f"training arguments: {error}") from error
     if arguments.eval_strategy != "no" and not config.data.held_out:

@@ -34,6 +34,7 @@ class DraftTrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "a non-finite loss must stop the run, not be logged as 0"})
     report_to: str | list[str] | None = field(default="none", metadata={"help": "integrations to report to"})
     save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints kept"})
+    use_cpu: bool = field(default=False, metadata={"help": "train on the CPU; implied where there is no accelerator"})
 
     def __post_init__(self) -> None:
         """Without an accelerator the CPU is meant: transformers refuses `bf16` there unless told so."""
