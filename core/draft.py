@@ -1,6 +1,6 @@
 """`BaseDraft`: a draft model of any family; an adapter adds its norm, MLP, rotary embedding and attention geometry."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -202,6 +202,14 @@ class BaseDraft(PreTrainedModel):
         self.d2t.copy_(ids_W - torch.arange(len(ids_W), device=ids_W.device))
         self.t2d.zero_()
         self.t2d[ids_W] = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BaseDraft":
+        """`to(bfloat16)` and the like; the rotary frequencies stay float32, as `from_pretrained(dtype=...)` leaves them."""
+        super()._apply(fn, recurse)
+        coarse = [b for b in self.rotary_emb.buffers() if b.is_floating_point() and b.dtype != torch.float32]
+        if coarse:
+            self.rotary_emb = self.rotary_class(self.config).to(coarse[0].device)
+        return self
 
     def save_pretrained(
         self, save_directory: str | Path, *args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any

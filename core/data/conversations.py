@@ -21,7 +21,9 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
         return [{"role": "user", "content": record["prompt"]}]
     turns = record.get("messages") or record.get("conversations")
     if not isinstance(turns, list):
-        raise ForedraftError(f"{where}: expected a list under 'messages' or 'conversations', or a text under 'prompt', found the fields {sorted(record)}")
+        raise ForedraftError(
+            f"{where}: expected a list under 'messages' or 'conversations', or a text under 'prompt', found the fields {sorted(record)}"
+        )
     messages = []
     for i, turn in enumerate(turns):
         if not isinstance(turn, Mapping):

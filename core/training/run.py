@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 import yaml
 from pydantic import Field, ValidationError
+from transformers import set_seed
 
 from ..auto import DEFAULT_ALGORITHM, auto_draft, describe_validation, make_algorithm
 from ..checkpoint import save_draft, write_text
@@ -111,6 +112,7 @@ def train(config: RunConfig) -> Path:
     rows = pack(conversations, tokenizer, config.data.max_length)
     eval_rows = pack(held_out, tokenizer, config.data.max_length) if held_out else None
     print(f"training data: {rows.info.description}", flush=True)
+    set_seed(arguments.seed)
     draft = auto_draft(
         model.config,
         config.algorithm,
@@ -126,7 +128,7 @@ def train(config: RunConfig) -> Path:
     draft.start_from(target)
     trainer = DraftTrainer(draft, target, arguments, train_dataset=rows, eval_dataset=eval_rows)
     trainer.train(resume_from_checkpoint=config.resume)
-    if eval_rows is not None:
+    if eval_rows is not None and arguments.eval_strategy == "no":
         trainer.evaluate()
     output = Path(config.output_dir)
     write_text(output / "training.json", json.dumps({"run": config.model_dump(), "history": trainer.state.log_history}, indent=1))
