@@ -91,7 +91,7 @@ class TestLoad:
             ("a.json", json.dumps([{"messages": m} for m in THREE])[:-20], r"a.json' could not be read: .*position \d+"),
             ("a.jsonl.gz", gzip.compress(JSONL.encode())[:-15], r"a.jsonl.gz' could not be read: EOFError"),
             ("a.parquet", "PAR1", r"a.parquet' could not be read: .*Parquet"),
-            ("a.jsonl", '{"text": "hi"}\n', r"a.jsonl, record 0: expected a list under 'messages' or 'conversations', found .*'text'"),
+            ("a.jsonl", '{"text": "hi"}\n', r"a.jsonl, record 0: expected a list under 'messages' or 'conversations', .*found .*'text'"),
             ("a.jsonl", JSONL + '{"text": "hi"}\n', r"a.jsonl, record 3: expected a list under 'messages'"),
             ("a.jsonl", JSONL + '{"messages": []}\n', r"a.jsonl, record 3: expected a list under 'messages'"),
             ("a.jsonl", '{"messages": ["hi", "ho"]}\n', r"a.jsonl, record 0, turn 0: expected an object .* found 'hi'"),
@@ -241,9 +241,6 @@ class TestPack:
         rows = pack(Conversations(conversations), tiny_tokenizer(), 48)
         assert rows.info.description == "2 conversations in 2 rows of 48 tokens; 2 without assistant tokens dropped, 1 cut at 48"
         assert [row["spans"][-1] for row in rows] == [-1, 0]
-
-    def test_keep(self) -> None:
-        assert len(pack(Conversations(THREE), tiny_tokenizer(), 40, keep=2)) == 2
 
     @pytest.mark.parametrize("messages", [chat("only a question"), chat("long " * 40, "a")])
     def test_nothing_left(self, messages: Messages) -> None:
