@@ -397,6 +397,14 @@ class TestCachedTarget:
         assert_close(CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch).aux_BSA, expected.aux_BSA, rtol=0, atol=0)
         assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
+    def test_damaged_files_are_computed_anew(self, batch: dict[str, Any], tmp_path: Path) -> None:
+        expected = CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
+        for file in tmp_path.glob("*.safetensors"):
+            file.write_bytes(file.read_bytes()[:-7])
+        again = CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
+        assert torch.equal(again.aux_BSA, expected.aux_BSA)
+        assert torch.equal(again.logsumexp_R, expected.logsumexp_R)
+
     def test_trains_the_same(self, tmp_path: Path) -> None:
         layers = fresh().config.aux_layers
         plain = trained(tmp_path / "a", max_steps=5)

@@ -58,6 +58,8 @@ def load_prompts(file: str | Path, limit: int | None = None) -> list[Prompt]:
         lines = Path(file).read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
     except OSError as error:
         raise ForedraftError(f"prompts '{file}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ForedraftError(f"prompts '{file}' is no UTF-8 text: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip() or (limit is not None and len(prompts) >= limit):
             continue
@@ -112,6 +114,8 @@ def evaluate(
 
     τ is micro-averaged over all prompts. `temperature` 0 is greedy; `progress`, if given, is called after each prompt.
     """
+    if not prompts:
+        raise ForedraftError("there are no prompts to evaluate on")
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     )

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import describe_target
+from ..errors import ForedraftError
 from ..protocols import Batch
 from ..target import Signal, Target
 
@@ -32,26 +34,27 @@ class CachedTarget(Target):
     def capture(self, batch: Batch) -> Signal:
         """As `Target.capture`."""
         files = [self._file(batch, b) for b in range(len(batch["input_ids"]))]
-        if missing := [b for b, file in enumerate(files) if not file.exists()]:
-            self._compute(batch, missing, [files[b] for b in missing])
+        rows = [_read(file) for file in files]
+        if missing := [b for b, row in enumerate(rows) if row is None]:
+            for b, row in zip(missing, self._compute(batch, missing), strict=True):
+                rows[b] = row
+                _write(files[b], row)
         device = batch["input_ids"].device
-        rows = [load_file(file) for file in files]
-        stacked = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
+        stacked = {name: torch.stack([row[name] for row in rows if row]).to(device) for name in ("aux", "hidden", "top", "logsumexp")}
         at_R = batch["teacher_rows"]
         return Signal(stacked["aux"], stacked["hidden"], stacked["top"].flatten()[at_R], stacked["logsumexp"].flatten()[at_R], self)
 
-    def _compute(self, batch: Batch, rows: list[int], files: list[Path]) -> None:
+    def _compute(self, batch: Batch, rows: list[int]) -> list[dict[str, Tensor]]:
         """Run the target over some rows; the teacher's top token and normaliser are taken wherever a span is supervised."""
         part: dict[str, Any] = {name: batch[name][rows] for name in ("input_ids", "positions", "spans")}
         part["teacher_rows"] = (part["spans"] >= 0).flatten().nonzero()[:, 0]
         signal = super().capture(part)
         top = self._spread(part, signal.top_R)
         logsumexp = self._spread(part, signal.logsumexp_R)
-        for i, file in enumerate(files):
-            tensors = {"aux": signal.aux_BSA[i], "hidden": signal.hidden_BST[i], "top": top[i], "logsumexp": logsumexp[i]}
-            temporary = file.with_suffix(f".{os.getpid()}")
-            save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary)
-            os.replace(temporary, file)
+        return [
+            {name: t.contiguous().cpu() for name, t in zip(("aux", "hidden", "top", "logsumexp"), row, strict=True)}
+            for row in zip(signal.aux_BSA, signal.hidden_BST, top, logsumexp, strict=True)
+        ]
 
     @staticmethod
     def _spread(part: dict[str, Any], values_R: Tensor) -> Tensor:
@@ -64,6 +67,26 @@ class CachedTarget(Target):
         for name in ("input_ids", "documents", "spans"):
             digest.update(batch[name][row].cpu().numpy().tobytes())
         return self.directory / f"{digest.hexdigest()}.safetensors"
+
+
+def _read(file: Path) -> dict[str, Tensor] | None:
+    """The row, or None if it is not there or damaged."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError):
+        return None
+
+
+def _write(file: Path, row: dict[str, Tensor]) -> None:
+    temporary = file.with_suffix(f".{os.getpid()}")
+    try:
+        save_file(row, temporary)
+        os.replace(temporary, file)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise ForedraftError(
+            f"could not keep hidden states in '{file.parent}' (disk full?): {error}\n  Make room, or train without hidden_states_cache"
+        ) from error
 
 
 def _sample(model: PreTrainedModel) -> bytes:
