@@ -1,6 +1,7 @@
 """`losses.soft_cross_entropy` in chunks: a chunk's logits become loss, gradient and metrics, and are dropped."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,19 +41,16 @@ def fused_soft_cross_entropy(
     return Step(loss, dict(zip(METRICS, sums, strict=True)))
 
 
+@dataclass(frozen=True)
 class _Scored:
     """What does not change from chunk to chunk."""
 
-    def __init__(
-        self, compute_logits: Callable[[Tensor], Tensor], probabilities_RW: Tensor, mass_R: Tensor, top_R: Tensor, sizes: list[int]
-    ):
-        self.compute_logits, self.probabilities_RW, self.mass_R, self.top_R, self.sizes = (
-            compute_logits,
-            probabilities_RW,
-            mass_R,
-            top_R,
-            sizes,
-        )
+    compute_logits: Callable[[Tensor], Tensor]
+    probabilities_RW: Tensor
+    mass_R: Tensor
+    top_R: Tensor
+    """Draft id of the teacher's top token, -1 where the draft cannot name it."""
+    sizes: list[int]
 
 
 class _FusedLoss(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """The demo: a draft for SmolLM2-135M-Instruct, trained, decoded with and measured on this machine."""
 
+import json
 import time
 from pathlib import Path
 
@@ -29,11 +30,12 @@ def main() -> None:
     draft = auto_draft(path)
     prompts = [conversation[:1] for conversation in load_split(config.data)[1]]
     result = evaluate(model, draft, tokenizer, prompts, num_draft_tokens=4, max_new_tokens=64)
-    console.print(table({"held out": result}))
+    results = {"held out": result}
+    console.print(table(results))
     plot = path.parent / "acceptance.png"
-    plot_acceptance({"held out": result}, plot)
-    write_text(path.parent / "evaluation.json", result.to_json())
-    demand_identical(result)
+    plot_acceptance(results, plot)
+    write_text(path.parent / "evaluation.json", json.dumps(result.to_dict(), indent=2))
+    demand_identical(results)
     console.print(f"\ndone in {(time.perf_counter() - start) / 60:.1f} minutes. draft: {path}")
     console.print(f"plots: {plot}, {path.parent / 'training.png'}")
     console.print(f'next: foredraft generate --target {target} --draft {path} "Write a haiku about the sea."')

@@ -276,7 +276,7 @@ class TestDecode:
         arguments = ("--prompts", work / "prompts.jsonl", "--max-new-tokens", 12, "-k", 3, "--out", out_file, "--limit", 2, "--record")
         code, out, err = command("eval", *pair, *arguments)
         assert code == 0, err
-        result = json.loads(out_file.read_text())
+        result = json.loads(out_file.read_text())["prompts"]
         assert result["prompts"] == result["identical"] == 2
         assert result["different"] == []
         assert 1.0 <= result["tau"] <= 4.0
@@ -305,7 +305,7 @@ class TestDecode:
         )
         code, _, err = command("eval", "--target", work / "target", "--draft", draft, *arguments, "--temperature", 1)
         assert code == 0, err
-        result = json.loads((tmp_path / "r.json").read_text())
+        result = json.loads((tmp_path / "r.json").read_text())["prompts"]
         assert (result["identical"], result["plain_tokens_per_second"], result["speedup"]) == (None, None, None)
 
     def test_generate(self, command: Command, work: Path, draft: Path) -> None:

@@ -642,7 +642,7 @@ class TestEvaluate:
 
     def test_json_and_table_and_plot(self, result: tuple[Evaluation, list[int]], tmp_path: Path) -> None:
         found = result[0]
-        fields = json.loads(found.to_json())
+        fields = json.loads(json.dumps(found.to_dict()))
         assert fields["tau"] == found.tau
         assert fields["speedup"] == found.speedup
         assert fields["settings"]["num_draft_tokens"] == 3
@@ -650,6 +650,9 @@ class TestEvaluate:
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
         out = io.StringIO()
         Console(file=out, width=200).print(table({"some": found}))
+        assert "mean" not in out.getvalue()
+        Console(file=out, width=200).print(table({"some": found, "other": found}))
+        assert "mean" in out.getvalue()
         for part in ("some (4)", f"{found.tau:.2f}", "4/4", "chain, 3 drafted tokens, temperature 0, ≤ 24 new tokens, float32 on cpu"):
             assert part in out.getvalue()
 
@@ -664,7 +667,7 @@ class TestEvaluate:
     def test_without_the_baseline(self, pair: tuple[Any, Any]) -> None:
         found = evaluate(*pair, letter_tokenizer(chat=False), ASKED[:1], max_new_tokens=6, baseline=False)
         assert (found.identical, found.plain_tokens_per_second, found.speedup) == (None, None, None)
-        assert json.loads(found.to_json())["speedup"] is None
+        assert json.loads(json.dumps(found.to_dict()))["speedup"] is None
         out = io.StringIO()
         Console(file=out, width=200).print(table({"x": found}))
         assert "x (1)" in out.getvalue()
@@ -680,10 +683,10 @@ class TestEvaluate:
 
     def test_demand_identical(self, result: tuple[Evaluation, list[int]]) -> None:
         fields = {**vars(result[0]), "identical": 2, "different": [1, 3]}
-        demand_identical(result[0])
-        with pytest.raises(ForedraftError, match=r"differ from plain decoding on prompts \[1, 3\]"):
-            demand_identical(Evaluation(**fields))
-        demand_identical(Evaluation(**{**fields, "settings": {**fields["settings"], "dtype": "bfloat16"}}))
+        demand_identical({"good": result[0]})
+        with pytest.raises(ForedraftError, match=r"differ from plain decoding on prompts {'bad': \[1, 3\]}"):
+            demand_identical({"good": result[0], "bad": Evaluation(**fields)})
+        demand_identical({"bad": Evaluation(**{**fields, "settings": {**fields["settings"], "dtype": "bfloat16"}})})
 
 
 class TestPrompts:

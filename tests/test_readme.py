@@ -76,7 +76,7 @@ def test_commands_in_order(here: Path) -> None:
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0, f"{line}\n{result.output}"
     assert (here / "runs/mine/draft/model.safetensors").exists()
-    assert json.loads((here / "result.json").read_text())["tau"] >= 1
+    assert json.loads((here / "result.json").read_text())["prompts"]["tau"] >= 1
 
 
 @pytest.mark.slow

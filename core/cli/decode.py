@@ -1,5 +1,6 @@
 """`foredraft generate` and `foredraft eval`."""
 
+import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -53,7 +54,7 @@ def generate(
 def evaluate(
     target: TargetOption,
     draft: DraftOption,
-    prompts: Annotated[Path, typer.Option(help="JSONL with prompt, turns (the first is asked) or messages")],
+    prompts: Annotated[list[Path], typer.Option(help="JSONL with prompt, turns (the first is asked) or messages; may be given again")],
     num_draft_tokens: DraftTokensOption = 4,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
@@ -73,32 +74,33 @@ def evaluate(
     from ..decoding import load_prompts
     from ..decoding.report import demand_identical, plot_acceptance, table
 
-    questions = load_prompts(prompts, limit)
+    questions = {file.stem: load_prompts(file, limit) for file in prompts}
     model, tokenizer = load_target(target, dtype)
     drafter = load_draft_for(draft, model)
     console = Console()
+    results = {}
     with Progress(console=console) as bar:
-        task = bar.add_task("prompts", total=len(questions))
-        result = run(
-            model,
-            drafter,
-            tokenizer,
-            questions,
-            num_draft_tokens=num_draft_tokens,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            baseline=baseline,
-            progress=lambda n, stats: bar.update(task, completed=n, description=f"prompts  τ {stats.tau:.2f}"),
-        )
-    result.settings["prompts"] = str(prompts)
-    console.print(table({prompts.stem: result}))
+        for name, asked in questions.items():
+            task = bar.add_task(name, total=len(asked))
+            results[name] = run(
+                model,
+                drafter,
+                tokenizer,
+                asked,
+                num_draft_tokens=num_draft_tokens,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                baseline=baseline,
+                progress=lambda n, stats, task=task, name=name: bar.update(task, completed=n, description=f"{name}  τ {stats.tau:.2f}"),
+            )
+    console.print(table(results))
     if out is not None:
-        write_text(out, result.to_json())
-        plot_acceptance({prompts.stem: result}, out.with_suffix(".png"))
+        write_text(out, json.dumps({name: result.to_dict() for name, result in results.items()}, indent=2))
+        plot_acceptance(results, out.with_suffix(".png"))
         console.print(f"written: {out} and {out.with_suffix('.png')}")
     if record:
-        note(draft, **{prompts.stem: {"tau": round(result.tau, 3), **result.settings}})
-    demand_identical(result)
+        note(draft, **{name: {"tau": round(result.tau, 3), **result.settings} for name, result in results.items()})
+    demand_identical(results)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -43,9 +43,9 @@ class Evaluation:
         """Drafted over plain tokens per second."""
         return self.tokens_per_second / self.plain_tokens_per_second if self.plain_tokens_per_second else None
 
-    def to_json(self) -> str:
-        """All fields, and the speed-up."""
-        return json.dumps({**asdict(self), "speedup": self.speedup}, indent=2)
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, and the speed-up, ready for JSON."""
+        return {**asdict(self), "speedup": self.speedup}
 
 
 def load_prompts(file: str | Path, limit: int | None = None) -> list[Prompt]:

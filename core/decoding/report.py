@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ..errors import ForedraftError
@@ -33,6 +34,10 @@ def table(results: Mapping[str, Evaluation]) -> "Table":
             f"{r.speedup:.2f}×" if r.speedup else "-",
             f"{r.identical}/{r.prompts}" if r.identical is not None else "-",
         )
+    if len(results) > 1:
+        speedups = [r.speedup for r in results.values() if r.speedup]
+        mean_speedup = f"{fmean(speedups):.2f}×" if speedups else "-"
+        rows.add_row("mean", f"{fmean(r.tau for r in results.values()):.2f}", "", "", "", mean_speedup, "", style="bold")
     return rows
 
 
@@ -55,10 +60,11 @@ def plot_acceptance(results: Mapping[str, Evaluation], file: str | Path) -> None
     plt.close(figure)
 
 
-def demand_identical(result: Evaluation) -> None:
+def demand_identical(results: Mapping[str, Evaluation]) -> None:
     """Raises `ForedraftError` if a greedy float32 output differs from plain decoding's (in lower precision near-ties may flip)."""
-    if result.different and result.settings["dtype"] == "float32":
+    different = {name: r.different for name, r in results.items() if r.different and r.settings["dtype"] == "float32"}
+    if different:
         raise ForedraftError(
-            f"greedy outputs differ from plain decoding on prompts {result.different}: drafting must not change the output.\n"
+            f"greedy outputs differ from plain decoding on prompts {different}: drafting must not change the output.\n"
             "  Please report this with the target's name and these prompts"
         )
