@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow check style types clean
+.PHONY: demo test slow check style types test-with clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
@@ -33,6 +33,14 @@ $(VENV)/bin/python:
 $(VENV)/demo $(VENV)/test: $(VENV)/%: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt --editable ".[$*]"
 	touch $@
+
+# The ends of the supported range: make test-with TRANSFORMERS=5.18.0
+test-with:
+	$(PYTHON) -m venv .venv-$(TRANSFORMERS)
+	.venv-$(TRANSFORMERS)/bin/pip install --quiet -c constraints.txt setuptools wheel
+	grep -vE "^(transformers|tokenizers|huggingface_hub)==" constraints.txt > .venv-$(TRANSFORMERS)/constraints.txt
+	.venv-$(TRANSFORMERS)/bin/pip install -c .venv-$(TRANSFORMERS)/constraints.txt --editable ".[test]" transformers==$(TRANSFORMERS)
+	.venv-$(TRANSFORMERS)/bin/python -m pytest -m "not slow and not gpu and not vllm"
 
 clean:
 	rm -rf build dist .cache runs *.egg-info

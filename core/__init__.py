@@ -27,6 +27,7 @@ _EXPORTS = {
     "generate": ".decoding",
     "hookimpl": ".hookspecs",
     "pack": ".data",
+    "save_draft": ".checkpoint",
 }
 
 __all__ = sorted(_EXPORTS)

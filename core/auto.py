@@ -36,6 +36,7 @@ def auto_draft(
     Raises `ForedraftError` for an unknown architecture, algorithm or option, and for layers or vocabularies that do not fit.
     """
     registry = registry or default_registry()
+    source = config
     asked = {"adapter": adapter, "aux_layers": aux_layers, "draft_vocab_size": draft_vocab_size}
     if isinstance(config, str | Path):
         if (Path(config) / "config.json").exists() and "foredraft" in read_config(config):
@@ -51,8 +52,12 @@ def auto_draft(
             config = registry.adapter(made["adapter"]).config_class(**fields)
         else:
             config = _target_config(fields, registry)
-    if getattr(config, "foredraft", None):
-        draft = registry.adapter(config.foredraft["adapter"])(config)
+    if made := getattr(config, "foredraft", None):
+        if isinstance(source, str | Path):
+            raise ForedraftError(f"'{source}' is a draft on the hub: download it (`hf download {source}`) and name the directory")
+        cls = registry.adapter(made["adapter"])
+        # AutoConfig sees the family's plain config there.
+        draft = cls(config if isinstance(config, cls.config_class) else cls.config_class(**config.to_dict()))
         return _with_options(draft, algorithm, options, asked, registry)
     method = make_algorithm(algorithm or DEFAULT_ALGORITHM, options, registry)
     cls = registry.adapter(adapter) if adapter else registry.adapter_for(config.get_text_config().model_type)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ def save_draft(draft: "BaseDraft", path: str | Path) -> Path:
 
     Raises `ForedraftError` if it cannot be written (disk full, say).
     """
+    if broken := [name for name, p in draft.named_parameters() if not bool(p.isfinite().all())]:
+        raise ForedraftError(f"not written to '{path}': {', '.join(broken)} hold values that are not finite")
     with replacing(path) as temporary:
         draft.save_pretrained(temporary)
         (temporary / WEIGHTS).chmod(0o644)  # safetensors makes it private to the user; servers often run as another
@@ -70,10 +72,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return fields
 
 
-def load_draft(path: str | Path, registry: Registry, **kwargs: Any) -> "BaseDraft":
+def load_draft(path: str | Path, registry: Registry) -> "BaseDraft":
     """A draft of ours from its directory; every tensor must be there, in shape, and no other.
 
-    `kwargs` go to `from_pretrained` (dtype, device_map). Raises `ForedraftError` with the lists of missing, unexpected and
+    Raises `ForedraftError` with the lists of missing, unexpected and
     mis-shaped tensors, or the reason why the file cannot be read.
     """
     fields = read_config(path)
@@ -85,7 +87,7 @@ def load_draft(path: str | Path, registry: Registry, **kwargs: Any) -> "BaseDraf
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what is wrong is told once, below
     try:
-        draft, info = cls.from_pretrained(str(path), output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+        draft, info = cls.from_pretrained(str(path), output_loading_info=True, ignore_mismatched_sizes=True)
     finally:
         logging.set_verbosity(verbosity)
     problems = {
@@ -113,7 +115,7 @@ def check_weights(directory: Path) -> None:
             raise ForedraftError(f"'{file}' is damaged (cut off while it was written or copied?): {error}") from error
 
 
-def record(path: str | Path, **measured: Any) -> None:
+def record(path: str | Path, measured: Mapping[str, Any]) -> None:
     """Note measured figures in the `foredraft` entry of a draft's config.json, atomically."""
     fields = read_config(path)
     fields["foredraft"]["measured"] = {**fields["foredraft"].get("measured", {}), **measured}

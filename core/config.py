@@ -10,8 +10,20 @@ from transformers import PretrainedConfig
 
 from .errors import ForedraftError
 
-# Fields of a target's config that say nothing about which model it is.
-_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
+# Fields that tell a target from another; the rest varies with the transformers version and the way it was loaded.
+_TELLING = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_parameters",
+    "rms_norm_eps",
+    "hidden_act",
+)
 
 
 @dataclass(kw_only=True)
@@ -96,9 +108,10 @@ def check_aux_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...
 
 
 def describe_target(config: PretrainedConfig) -> dict[str, Any]:
-    """What a checkpoint remembers of its target: name, shape and a fingerprint of its config."""
+    """What a checkpoint remembers of its target: name, shape and a fingerprint of both."""
     text = config.get_text_config()
-    kept = {k: v for k, v in text.to_dict().items() if k not in _VOLATILE}
+    fields = text.to_dict()
+    kept = {name: fields.get(name) for name in _TELLING}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "name": config.name_or_path,

@@ -1,6 +1,6 @@
 """`BaseDraft`: a draft model of any family; an adapter adds its norm, MLP, rotary embedding and attention geometry."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from .config import DraftConfigMixin, aux_layer_fields, check_aux_layers, defaul
 from .errors import ForedraftError
 from .protocols import AlgorithmBase, Batch, KeyValueCache, Layout, Pattern
 from .target import Signal, Target
+from .vocabulary import choose_vocabulary, count_tokens
 
 
 class BaseDraft(PreTrainedModel):
@@ -161,17 +162,26 @@ class BaseDraft(PreTrainedModel):
         )
 
     @torch.no_grad()
-    def start_from(self, target: Target | PreTrainedModel) -> None:
+    def start_from(self, target: Target | PreTrainedModel, rows: Iterable[dict[str, Any]] | None = None) -> None:
         """Start near the target: its embedding (frozen), head and final norm, its last layers, and fc passing the last aux state.
 
         The fresh draft then is the target's last layers on its last aux state; what it must learn is to look at the next
-        token. Parameters whose counterpart has another name or shape keep their random start.
+        token. Parameters whose counterpart has another name or shape keep their random start. With packed training `rows`, a
+        reduced draft vocabulary becomes the tokens they supervise most often; without, set it before.
+
+        Raises `ForedraftError` if the target's width is not the draft's.
         """
         if not isinstance(target, Target):
             target = Target(target, self.config.aux_layers)
+        if target.embedding_weight.shape != self.embed_tokens.weight.shape:
+            raise ForedraftError(
+                f"the target's embedding is {tuple(target.embedding_weight.shape)}, the draft's {tuple(self.embed_tokens.weight.shape)}: "
+                "a draft takes over its target's embedding, so they must agree"
+            )
+        if rows is not None and self.config.has_reduced_vocabulary:
+            counts_V = count_tokens(rows, self.config.vocab_size)
+            self.set_draft_vocabulary(choose_vocabulary(counts_V, self.config.draft_vocab_size))
         self.embed_tokens.weight.copy_(target.embedding_weight)
-        if target.head_weight.shape[1] != self.config.hidden_size:
-            return  # a draft of another width shares no space with the target
         self.lm_head.weight.copy_(target.head_weight[self.draft_ids.to(target.head_weight.device)])
         if target.norm_weight is not None:
             self.norm.weight.copy_(target.norm_weight)

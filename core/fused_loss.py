@@ -26,7 +26,7 @@ def fused_soft_cross_entropy(
     """As `soft_cross_entropy`, with the same loss, gradients and metrics up to rounding.
 
     `parameters` are those that `compute_logits` reads and that are trained. The gradient is formed in the forward pass, where
-    the logits are: peak memory is one chunk × W, and the teacher's softmax is taken once per row for all steps.
+    the logits are: draft logits live one chunk at a time, and the teacher's softmax [R, W] is taken once per row for all steps.
     """
     if not torch.is_grad_enabled():
         parameters = ()

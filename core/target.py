@@ -92,18 +92,23 @@ class Target:
         weight, bias = head.weight, head.bias
         if ids_W is not None and len(ids_W) < len(weight):
             weight, bias = weight[ids_W], None if bias is None else bias[ids_W]
-        logits = F.linear(hidden_NT.to(weight.dtype), weight, bias).float() * self._multiplier
+        with torch.autocast(weight.device.type, enabled=False):  # the target keeps its own precision inside a draft's autocast
+            logits = F.linear(hidden_NT.to(weight.dtype), weight, bias).float() * self._multiplier
         return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
 
     @torch.no_grad()
     def capture(self, batch: Batch) -> Signal:
         """Run the target over a packed batch; documents do not see each other.
 
-        transformers tells documents apart by positions that restart (no attention mask given), in every attention implementation.
+        transformers tells documents apart by positions that restart (no attention mask given); its flash attention does so
+        for a single row only, so there the batch becomes one.
         """
-        with AuxCapture(self.model, self.aux_layers) as captured:
-            out = self.decoder(input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False)
-        return self.signal(captured.aux_BSA, out.last_hidden_state, batch["teacher_rows"])
+        ids_BS, positions_BS = batch["input_ids"], batch["positions"]
+        shape = (1, -1) if "flash" in str(self.model.config._attn_implementation) else ids_BS.shape
+        with AuxCapture(self.model, self.aux_layers) as captured, torch.autocast(ids_BS.device.type, enabled=False):
+            out = self.decoder(input_ids=ids_BS.view(shape), position_ids=positions_BS.view(shape), use_cache=False)
+        aux_BSA, hidden_BST = (states.view(*ids_BS.shape, -1) for states in (captured.aux_BSA, out.last_hidden_state))
+        return self.signal(aux_BSA, hidden_BST, batch["teacher_rows"])
 
     @torch.no_grad()
     def signal(self, aux_BSA: Tensor, hidden_BST: Tensor, teacher_rows_R: Tensor) -> Signal:
@@ -126,8 +131,9 @@ class Target:
     @torch.no_grad()
     def _check_head(self) -> None:
         ids = torch.arange(1, 5, device=self.model.device)[None] % self.embedding_weight.shape[0]
-        theirs = self.model(input_ids=ids, use_cache=False).logits.float()
-        ours = self.head(self.decoder(input_ids=ids, use_cache=False).last_hidden_state)
+        with torch.autocast(ids.device.type, enabled=False):
+            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+            ours = self.head(self.decoder(input_ids=ids, use_cache=False).last_hidden_state)
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
             raise ForedraftError(
                 f"the head of {type(self.model).__name__} is not understood: final hidden state × head differs from its logits by up to "

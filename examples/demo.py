@@ -38,8 +38,8 @@ def main() -> None:
     demand_identical(results)
     console.print(f"\ndone in {(time.perf_counter() - start) / 60:.1f} minutes. draft: {path}")
     console.print(f"plots: {plot}, {path.parent / 'training.png'}")
-    console.print(f'next: foredraft generate --target {target} --draft {path} "Write a haiku about the sea."')
-    console.print("      foredraft train examples/smollm2.yaml      # the longer recipe, see docs/results.md")
+    console.print(f'next: .venv/bin/foredraft generate --target {target} --draft {path} "Write a haiku about the sea."')
+    console.print("      .venv/bin/foredraft train examples/smollm2.yaml      # the longer recipe, see docs/results.md")
 
 
 if __name__ == "__main__":

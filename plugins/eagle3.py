@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
-from foredraft.attention import Causal, DecodingCache, Unrolled, UnrolledCache, take_rows
+from foredraft.attention import Causal, DecodingCache, Unrolled, UnrolledCache
 from foredraft.fused_loss import fused_soft_cross_entropy
 from foredraft.losses import Teacher, step_weights
 from foredraft.protocols import Batch, Choose, Frozen, Layout, Step
@@ -129,7 +129,7 @@ class ChainDrafter:
         embeds = draft.embed_input_ids(ids[None, start + 1 : self.confirmed + 1])
         rows = torch.tensor([[aux_1NA.shape[1] - 1]], device=ids.device)
         context = draft.project_hidden_states(aux_1NA)
-        hidden_11D = take_rows(draft.backbone(embeds, context, Layout(positions, Causal()), self.cache), rows)
+        hidden_11D = draft.backbone(embeds, context, Layout(positions, Causal(), rows, below=Causal()), self.cache)
         tokens: list[int] = []
         scores: list[Tensor] = []
         while True:

@@ -334,7 +334,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 for attempt in (
     lambda: save_draft(draft, {path!r}),
     lambda: write_text({path!r} + "/config.json", "x" * 50_000),
-    lambda: record({path!r}, prompts="x" * 50_000),
+    lambda: record({path!r}, dict(prompts="x" * 50_000)),
     lambda: save_draft(draft, {path!r} + "-new"),
 ):
     try:
@@ -396,9 +396,9 @@ class TestWriting:
     def test_record(self, tmp_path: Path) -> None:
         path = save_draft(tiny_draft(tiny_target()), tmp_path / "draft")
         before = read_config(path)
-        record(path, chat={"tau": 2.0})
-        record(path, code={"tau": 3.0})
-        record(path, chat={"tau": 2.5})
+        record(path, {"chat": {"tau": 2.0}})
+        record(path, {"code": {"tau": 3.0}})
+        record(path, {"chat": {"tau": 2.5}})
         after = read_config(path)
         assert after["foredraft"].pop("measured") == {"chat": {"tau": 2.5}, "code": {"tau": 3.0}}
         assert after == before
@@ -420,7 +420,7 @@ class TestDescribe:
 
     def test_draft(self, tmp_path: Path) -> None:
         save_draft(tiny_draft(tiny_target(), draft_vocab_size=20, num_layers=2), tmp_path / "draft")
-        record(tmp_path / "draft", chat={"tau": 2.5})
+        record(tmp_path / "draft", {"chat": {"tau": 2.5}})
         lines = describe(str(tmp_path / "draft"))
         assert lines["what"] == "a draft by eagle3"
         assert lines["target"] == "unnamed: llama, 8 layers, hidden 32, vocabulary 50"

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_draft, tiny_target, tiny_tokenizer
+from tiny import tiny_batch, tiny_config, tiny_draft, tiny_rows, tiny_signal, tiny_target, tiny_tokenizer
 from torch.testing import assert_close
+from transformers import AutoConfig, DynamicCache
 
-from foredraft import Conversations, ForedraftError, auto_draft
+from foredraft import Conversations, ForedraftError, Target, auto_draft, generate
 from foredraft.attention import Causal
 from foredraft.checkpoint import save_draft
 from foredraft.data import Renderer, messages_of
@@ -67,6 +68,55 @@ def test_a_drafts_shape_is_settled(tmp_path: Path, asked: dict[str, object]) -> 
         auto_draft(tmp_path / "draft", **asked)
 
 
+def test_the_vocabulary_follows_the_rows() -> None:
+    """`start_from(target, rows)` chooses the vocabulary before it copies the head's rows."""
+    model = tiny_target()
+    draft = auto_draft(model.config, draft_vocab_size=10)
+    draft.start_from(model, tiny_rows([["uuaaaa", "uubbbb"]]))
+    assert not torch.equal(draft.draft_ids, torch.arange(10))
+    assert torch.equal(draft.lm_head.weight, model.lm_head.weight[draft.draft_ids])
+
+
+def test_a_target_of_another_width() -> None:
+    """Nothing could be taken over."""
+    with pytest.raises(ForedraftError, match=r"the target's embedding is \(50, 16\), the draft's \(50, 32\)"):
+        auto_draft(tiny_config()).start_from(tiny_target(hidden=16))
+
+
+def test_not_finite_weights_are_not_written(tmp_path: Path) -> None:
+    """A draft that cannot work does not take the place of one that does."""
+    draft = tiny_draft(tiny_target())
+    draft.norm.weight.data[3] = torch.nan
+    with pytest.raises(ForedraftError, match=r"norm.weight hold values that are not finite"):
+        save_draft(draft, tmp_path / "draft")
+    assert not list(tmp_path.iterdir())
+
+
+def test_autoconfig_sees_a_draft(tmp_path: Path) -> None:
+    """Its config, read by transformers as a plain Llama's, still makes the draft."""
+    draft = tiny_draft(tiny_target(), draft_vocab_size=20, norm_output=True)
+    save_draft(draft, tmp_path / "draft")
+    again = auto_draft(AutoConfig.from_pretrained(tmp_path / "draft"))
+    assert {n: p.shape for n, p in again.named_parameters()} == {n: p.shape for n, p in draft.named_parameters()}
+    assert again.config.norm_output
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_half_precision_training(norm_output: bool) -> None:
+    """A bfloat16 step under autocast stays near the float32 one, the fed-back state normed or not."""
+    model = tiny_target(initializer_range=0.05)
+    draft = tiny_draft(model, ttt_steps=3, norm_output=norm_output)
+    batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaaa", "uubbbb"]]))
+    signal = tiny_signal(model, draft, batch)
+    exact = draft(batch, signal, batch["counts"])["loss"]
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = draft(batch, signal, batch["counts"])["loss"]
+        inside = Target(model, draft.config.aux_layers).capture(batch)
+    rough.backward()
+    assert_close(rough, exact, rtol=0.02, atol=0.02)
+    assert torch.equal(inside.aux_BSA, signal.aux_BSA)  # the target keeps its own precision
+
+
 def test_a_greeting_is_not_supervised() -> None:
     """An assistant turn that nobody asked for (common in ShareGPT data) is context; the answers after it are supervised."""
     conversation = [{"role": r, "content": c} for r, c in (("assistant", "hello"), ("user", "a question"), ("assistant", "an answer"))]
@@ -81,3 +131,29 @@ def test_lone_prompts_are_conversations(tmp_path: Path) -> None:
     assert messages_of({"prompt": "why?"}, "here") == [{"role": "user", "content": "why?"}]
     (tmp_path / "p.jsonl").write_text('{"prompt": "why?"}\n')
     assert Conversations.load(tmp_path / "p.jsonl") == [[{"role": "user", "content": "why?"}]]
+
+
+def test_records_with_messages_and_a_prompt() -> None:
+    """Some data sets carry both: the messages hold the answers."""
+    record = {"prompt": "why?", "messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]}
+    assert len(messages_of(record, "here")) == 2
+
+
+def test_what_generate_refuses() -> None:
+    """A filled cache, whose hidden states the draft never saw; and drafting nothing."""
+    model = tiny_target()
+    draft = tiny_draft(model)
+    cache = DynamicCache()
+    model(torch.ones(1, 3, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(ForedraftError, match="past_key_values already holds tokens"):
+        generate(model, draft, torch.ones(1, 5, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(ForedraftError, match="num_draft_tokens=0"):
+        generate(model, draft, torch.ones(1, 5, dtype=torch.long), num_draft_tokens=0)
+
+
+def test_another_config_is_told() -> None:
+    """A target of the same shape that differs in its rotary base: drafting works, and a warning says why it may be poor."""
+    draft = tiny_draft(tiny_target())
+    other = tiny_target(rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    with pytest.warns(UserWarning, match="another config"):
+        generate(other, draft, torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, pad_token_id=0)

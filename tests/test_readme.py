@@ -25,19 +25,26 @@ COMMANDS = [line for line in SHELL if line.startswith("foredraft ")]
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a tiny target, data, prompts and a run file under the README's names."""
     tokenizer = tiny_tokenizer()
-    for name in ("TARGET", ".cache/smollm2"):
-        tiny_target(vocab=len(tokenizer)).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
+    tiny_target(vocab=len(tokenizer)).save_pretrained(tmp_path / ".cache/smollm2")
+    tokenizer.save_pretrained(tmp_path / ".cache/smollm2")
     lines = [
         {"messages": [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": f"{w} {w} {w}"}]}
         for w in ("a", "b", "c", "d")
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "examples").mkdir()
-    for name in ("data.jsonl", "prompts.jsonl", "examples/smollm2_chat.jsonl"):
+    (tmp_path / "examples/prompts").mkdir(parents=True)
+    (tmp_path / "runs").mkdir()
+    for name in ("examples/prompts/mt_bench.jsonl", "examples/smollm2_chat.jsonl"):
         (tmp_path / name).write_text(text)
-    run = {"target": "TARGET", "output_dir": "runs/mine", "data": {"train": "data.jsonl", "max_length": 64}, "training": {"max_steps": 2}}
-    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    run = (ROOT / "examples/demo.yaml").read_text()
+    for real, tiny in (
+        ("held_out: 12", "held_out: 1"),
+        ("max_length: 512", "max_length: 64"),
+        ("draft_vocab_size: 8192", "draft_vocab_size: 40"),
+    ):
+        assert real in run
+        run = run.replace(real, tiny)
+    (tmp_path / "examples/demo.yaml").write_text(run)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -45,7 +52,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_all_blocks_are_known() -> None:
     """A new kind of block needs a test of its own."""
     assert {language for language, _ in BLOCKS} == {"sh", "python"}
-    assert set(SHELL) - {""} == {*MAKE, *COMMANDS}
+    assert set(SHELL) - {""} == {*MAKE, *COMMANDS, ". .venv/bin/activate"}
 
 
 def test_make_targets_exist() -> None:
@@ -57,11 +64,19 @@ def test_make_targets_exist() -> None:
 def test_python_block(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The program trains and generates; only the number of steps and the length of rows are cut."""
     assert len(PYTHON) == 1
-    program = PYTHON[0].replace("max_steps=500", 'max_steps=2, save_strategy="no"').replace("length=512", "length=64")
-    assert program != PYTHON[0]
+    program = PYTHON[0]
+    for real, tiny in (
+        ("max_steps=100", 'max_steps=2, save_strategy="no"'),
+        ("length=512", "length=64"),
+        ("draft_vocab_size=8192", "draft_vocab_size=40"),
+    ):
+        assert real in program
+        program = program.replace(real, tiny)
     exec(compile(program, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
-    assert sum(1 for line in PYTHON[0].splitlines() if line.strip()) <= 14
+    assert (here / "runs/mine/draft/config.json").exists()
+    imports = ("import ", "from ")
+    assert sum(1 for line in PYTHON[0].splitlines() if line.strip() and not line.startswith(imports)) <= 12
 
 
 def test_commands_in_order(here: Path) -> None:
@@ -69,14 +84,13 @@ def test_commands_in_order(here: Path) -> None:
     for line in COMMANDS:
         arguments = shlex.split(line)[1:]
         if arguments[0] == "regenerate":
-            arguments[arguments.index("--out") + 1] = "fresh.jsonl"
             arguments += ["--max-new-tokens", "8"]
         if arguments[0] in ("eval", "generate"):
             arguments += ["--max-new-tokens", "8", "--dtype", "float32"]
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0, f"{line}\n{result.output}"
-    assert (here / "runs/mine/draft/model.safetensors").exists()
-    assert json.loads((here / "result.json").read_text())["prompts"]["tau"] >= 1
+    assert (here / "runs/again/draft/model.safetensors").exists()
+    assert json.loads((here / "runs/result.json").read_text())["mt_bench"]["tau"] >= 1
 
 
 @pytest.mark.slow

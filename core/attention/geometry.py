@@ -44,6 +44,8 @@ class GroupedQueryAttention(nn.Module):
         v_BHSd = self._heads(self.v_proj(x_BSX))
         q_BHQd, _ = apply_rotary_pos_emb(q_BHQd, q_BHQd, cos_q, sin_q)
         k_BHSd, _ = apply_rotary_pos_emb(k_BHSd, k_BHSd, cos, sin)
+        # Under autocast norms and rotation may hand back float32 while v is in half precision; kernels want one dtype.
+        q_BHQd, k_BHSd = q_BHQd.to(v_BHSd.dtype), k_BHSd.to(v_BHSd.dtype)
         keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])
         out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale)
         return self.o_proj(out_BHQd.transpose(1, 2).flatten(2))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import ForedraftError
 from .common import DraftOption, DraftTokensOption, DtypeOption, TargetOption, load_draft_for, load_target
 
 
@@ -29,7 +30,7 @@ def generate(
     model, tokenizer = load_target(target, dtype)
     drafter = load_draft_for(draft, model)
     ids = encode(tokenizer, [{"role": "user", "content": prompt}], model.device)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     stats = DraftingStats()
     start = time.perf_counter()
     out = run(
@@ -75,6 +76,8 @@ def evaluate(
     from ..decoding.report import demand_identical, plot_acceptance, table
 
     questions = {file.stem: load_prompts(file, limit) for file in prompts}
+    if len(questions) < len(prompts):
+        raise ForedraftError(f"prompt files are told apart by their names, found {', '.join(str(file) for file in prompts)}")
     model, tokenizer = load_target(target, dtype)
     drafter = load_draft_for(draft, model)
     console = Console()
@@ -93,13 +96,14 @@ def evaluate(
                 baseline=baseline,
                 progress=lambda n, stats, task=task, name=name: bar.update(task, completed=n, description=f"{name}  τ {stats.tau:.2f}"),
             )
+            results[name].settings["prompts"] = name
     console.print(table(results))
     if out is not None:
         write_text(out, json.dumps({name: result.to_dict() for name, result in results.items()}, indent=2))
         plot_acceptance(results, out.with_suffix(".png"))
         console.print(f"written: {out} and {out.with_suffix('.png')}")
     if record:
-        note(draft, **{name: {"tau": round(result.tau, 3), **result.settings} for name, result in results.items()})
+        note(draft, {name: {"tau": round(result.tau, 3), **result.settings} for name, result in results.items()})
     demand_identical(results)
 
 

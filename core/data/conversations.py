@@ -17,9 +17,9 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
 
     `where` names the record in errors. Raises `ForedraftError` if neither form is there.
     """
-    if isinstance(record.get("prompt"), str):
-        return [{"role": "user", "content": record["prompt"]}]
     turns = record.get("messages") or record.get("conversations")
+    if turns is None and isinstance(record.get("prompt"), str):
+        return [{"role": "user", "content": record["prompt"]}]
     if not isinstance(turns, list):
         raise ForedraftError(
             f"{where}: expected a list under 'messages' or 'conversations', or a text under 'prompt', found the fields {sorted(record)}"

@@ -12,6 +12,8 @@ from transformers.utils import logging
 from ..errors import ForedraftError
 from .conversations import Conversations, Message
 
+logger = logging.get_logger("foredraft")
+
 # Conversations sorted by length inside a window of this many batches: little padding, and the output stays close to the input's order.
 WINDOW = 16
 
@@ -36,7 +38,8 @@ def regenerate(
     A conversation's user turns (and system prompt) are kept, its assistant turns are replaced; one that ends with a
     user turn gets an answer. `temperature` 0 is greedy. Each line holds `messages`, `index` (of the source
     conversation) and `finish` per answer: `stop` or `length`. A file that is already there is continued: what it
-    holds is not answered again, and a half-written last line is dropped. Prompts beyond `max_prompt_tokens` are skipped.
+    holds is not answered again, and a half-written last line is dropped. Prompts beyond `max_prompt_tokens` are skipped, and
+    a warning counts them. Raises `ForedraftError` if the file belongs to other data or cannot be written.
     """
     out = Path(out)
     done = _resume(out, conversations)
@@ -46,16 +49,25 @@ def regenerate(
         {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {"do_sample": False}
     )
     written = 0
-    with out.open("a", encoding="utf-8") as file, _Progress(len(conversations), len(done), show_progress) as progress:
+    with _Progress(len(conversations), len(done), show_progress) as progress:
         for batch in _batches(todo, conversations, batch_size):
-            for index, messages, finish in _answer(
-                target, tokenizer, {i: conversations[i] for i in batch}, max_new_tokens, max_prompt_tokens, sampling
-            ):
-                file.write(json.dumps({"messages": messages, "index": index, "finish": finish}, ensure_ascii=False) + "\n")
-                written += 1
-            file.flush()
+            chosen = {i: conversations[i] for i in batch}
+            answered = list(_answer(target, tokenizer, chosen, max_new_tokens, max_prompt_tokens, sampling))
+            rows = [{"messages": messages, "index": index, "finish": finish} for index, messages, finish in answered]
+            _append(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            written += len(rows)
             progress(len(batch))
+    if written < len(todo):
+        logger.warning(f"{len(todo) - written} conversations without a question, or beyond {max_prompt_tokens} prompt tokens, were skipped")
     return written
+
+
+def _append(out: Path, text: str) -> None:
+    try:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ForedraftError(f"could not write '{out}': {error}\n  what it holds is kept: make room, then run again to continue") from error
 
 
 def _resume(out: Path, conversations: Conversations) -> set[int]:
@@ -152,7 +164,6 @@ class _Progress:
             TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), disable=not show
         )
         self.task = self.bar.add_task("answering", total=total, completed=done)
-        logging.set_verbosity_error()
 
     def __enter__(self) -> Any:
         self.bar.start()

@@ -1,5 +1,6 @@
 """From a conversation to token ids and the spans that the assistant wrote, by the target tokenizer's own chat template."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,11 @@ class Renderer:
             )
         # all_special_ids holds the named ones (eos, pad ...) only; an end-of-turn token need not be among them.
         self.special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
-        self.tagged = "{% generation" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template)
+        self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
+        if not tokenizer.is_fast:
+            raise ForedraftError(
+                f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed to find the assistant's tokens"
+            )
 
     def render(self, messages: Sequence[Message], where: str = "conversation") -> Rendered:
         """Ids and spans. Raises `ForedraftError`, showing the conversation, if no consistent spans can be derived."""

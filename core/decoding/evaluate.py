@@ -126,6 +126,7 @@ def evaluate(
     different = []
     warm = encode(tokenizer, prompts[0], target.device)
     generate(target, draft, warm, num_draft_tokens=num_draft_tokens, **{**settings, "max_new_tokens": 8})
+    target.generate(warm, **{**settings, "max_new_tokens": 8})
     for number, prompt in enumerate(prompts):
         ids = encode(tokenizer, prompt, target.device)
         torch.manual_seed(seed + number)

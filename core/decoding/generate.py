@@ -1,5 +1,6 @@
 """`generate`: transformers' own `target.generate`, with a draft. The output is the target's; only the speed changes."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
+from ..config import describe_target
 from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..target import AuxCapture
@@ -31,10 +33,11 @@ def generate(
 ) -> Any:
     """What `target.generate(input_ids, **kwargs)` returns, drafted and verified; greedy and sampling, one sequence at a time.
 
-    Takes every argument of transformers' `generate` (streamer, logits processors, stopping criteria ...). `num_draft_tokens` are
-    drafted per pass of the target; `stats` collects what was accepted. Stopping criteria are asked at every token, as without a draft.
+    Takes the arguments of transformers' assisted generation: streamer, logits processors, sampling, stopping criteria and
+    `stop_strings` (asked at every token, as without a draft); no beams, batches, padding or filled caches.
+    `num_draft_tokens` are drafted per pass of the target; `stats` collects what was accepted.
 
-    Raises `ForedraftError` if the draft was made for a target of another shape, or for more than one sequence.
+    Raises `ForedraftError` if the draft was made for a target of another shape, or for what is not supported.
     """
     check_pair(target, draft)
     if input_ids.shape[0] != 1:
@@ -42,6 +45,13 @@ def generate(
     mask = kwargs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise ForedraftError("the attention mask hides tokens of the prompt: pass the prompt without padding")
+    if num_draft_tokens < 1:
+        raise ForedraftError(f"num_draft_tokens={num_draft_tokens}: at least one token must be drafted")
+    cache = kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ForedraftError(
+            "past_key_values already holds tokens whose hidden states the draft has not seen: pass the whole prompt instead"
+        )
     stats = stats if stats is not None else DraftingStats()
     criteria = StoppingCriteriaList(stopping_criteria or [])
     if stop_strings is not None:
@@ -87,6 +97,8 @@ def check_pair(target: PreTrainedModel, draft: BaseDraft) -> None:
         raise ForedraftError(
             f"this draft was made for another target ({made['name'] or made['model_type']}):\n  " + "\n  ".join(differences)
         )
+    if describe_target(target.config)["fingerprint"] != made["fingerprint"]:
+        warnings.warn("this draft was made for a target with another config; if acceptance is low, that is why", stacklevel=2)
 
 
 class _AtEveryToken(StoppingCriteria):

@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DraftingStats:
-    """Counts over one or many generations. The pass that reads the prompt is not counted."""
+    """Counts over one or many generations. The pass that reads the prompt is not counted.
+
+    Where a text ends inside a draft, transformers crops it there: the tokens behind the end count as drafted and not as accepted.
+    """
 
     emitted: int = 0
     """Tokens emitted by the target's passes after prefill, bonus tokens included."""

@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,16 +20,20 @@ from ..errors import ForedraftError, nearest
 from ..protocols import Frozen
 from ..registry import default_registry
 from ..target import Target, load_target, load_tokenizer
-from ..vocabulary import choose_vocabulary, count_tokens
 from .cache import CachedTarget
 from .plot import plot_training
+from .resume import latest_complete
 from .trainer import DraftTrainer, DraftTrainingArguments
+
+RUN_FILE = "run.json"
+"""The settings of the run that wrote an output_dir."""
 
 
 class DataConfig(Frozen):
     """Where the conversations come from and how they are packed."""
 
     train: Annotated[list[str], Field(min_length=1)] | str = Field(description="JSONL, parquet or datasets source(s) of conversations")
+    split: str = Field("train", description="split of hub data sets")
     limit: int | None = Field(None, ge=1, description="use only the first so many conversations of each source")
     held_out: int = Field(0, ge=0, description="conversations of the first source kept out of training, to evaluate on")
     held_out_seed: int = Field(0, description="which ones")
@@ -66,7 +70,7 @@ class RunConfig(Frozen):
         Raises `ForedraftError` that lists everything wrong, each unknown key with the nearest known one.
         """
         try:
-            fields = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            fields = _yaml(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ForedraftError(f"run file '{path}': {error.strerror}") from error
         except yaml.YAMLError as error:
@@ -92,8 +96,8 @@ class RunConfig(Frozen):
         for key in training if isinstance(training, dict) else ():
             if key not in known_arguments:
                 problems.append(f"unknown training argument '{key}'{nearest(key, known_arguments)} (see transformers.TrainingArguments)")
-            elif key == "output_dir":
-                problems.append("training.output_dir: set output_dir, one level up")
+            elif key in ("output_dir", "resume_from_checkpoint"):
+                problems.append(f"training.{key}: set {key.split('_from')[0]}, one level up")
         try:
             make_algorithm(str(algorithm or DEFAULT_ALGORITHM), options if isinstance(options, dict) else {}, default_registry())
         except ForedraftError as error:
@@ -107,6 +111,7 @@ def train(config: RunConfig) -> Path:
     """Carry out a run; returns the directory of the finished draft, `output_dir/draft`."""
     torch.set_float32_matmul_precision(config.matmul_precision)
     arguments = _arguments(config)
+    _check_resume(config)
     tokenizer, model = load_tokenizer(config.target), load_target(config.target, config.target_dtype)
     conversations, held_out = load_split(config.data)
     rows = pack(conversations, tokenizer, config.data.max_length)
@@ -121,19 +126,23 @@ def train(config: RunConfig) -> Path:
         draft_vocab_size=config.draft_vocab_size,
         **config.options,
     )
-    if config.draft_vocab_size:
-        draft.set_draft_vocabulary(choose_vocabulary(count_tokens(rows, draft.config.vocab_size), config.draft_vocab_size))
     layers = draft.config.aux_layers
     target = CachedTarget(model, layers, config.hidden_states_cache) if config.hidden_states_cache else Target(model, layers)
-    draft.start_from(target)
+    draft.start_from(target, rows)
     trainer = DraftTrainer(draft, target, arguments, train_dataset=rows, eval_dataset=eval_rows)
+    if trainer.is_world_process_zero():
+        write_text(Path(config.output_dir) / RUN_FILE, config.model_dump_json(indent=1))
     trainer.train(resume_from_checkpoint=config.resume)
     if eval_rows is not None and arguments.eval_strategy == "no":
         trainer.evaluate()
-    output = Path(config.output_dir)
-    write_text(output / "training.json", json.dumps({"run": config.model_dump(), "history": trainer.state.log_history}, indent=1))
-    plot_training(trainer.state.log_history, output / "training.png")
-    return save_draft(draft, output / "draft")
+    finished = Path(config.output_dir) / "draft"
+    if trainer.is_world_process_zero():
+        history = trainer.state.log_history
+        write_text(finished.parent / "training.json", json.dumps({"run": config.model_dump(), "history": history}, indent=1))
+        plot_training(history, finished.parent / "training.png")
+        save_draft(draft, finished)
+    trainer.accelerator.wait_for_everyone()
+    return finished
 
 
 def _arguments(config: RunConfig) -> DraftTrainingArguments:
@@ -148,17 +157,37 @@ def _arguments(config: RunConfig) -> DraftTrainingArguments:
     return arguments
 
 
+def _check_resume(config: RunConfig) -> None:
+    """A run resumes what it was, or says what changed: a finished checkpoint would otherwise pass for the new run's result."""
+    output = Path(config.output_dir)
+    newest = latest_complete(output) if config.resume else None
+    if newest is None or not (output / RUN_FILE).exists():
+        return
+    before, now = json.loads((output / RUN_FILE).read_text()), json.loads(config.model_dump_json())
+    changed = [
+        f"{key}: {before.get(key)!r} then, {now.get(key)!r} now"
+        for key in sorted({*before, *now} - {"resume"})
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
+        raise ForedraftError(
+            f"'{newest}' belongs to a run with other settings:\n  " + "\n  ".join(changed) + "\n"
+            "  Choose another output_dir, or resume=false to start anew in this one"
+        )
+    print(f"resuming from {newest}", flush=True)
+
+
 def load_split(data: DataConfig) -> tuple[Conversations, Conversations]:
     """(train, held out): what is held out comes from the first source, so that more training data leaves it the same."""
     first, *others = [data.train] if isinstance(data.train, str) else data.train
-    conversations, held_out = _load(first, data.limit).holding_out(data.held_out, data.held_out_seed)
+    conversations, held_out = _load(first, data).holding_out(data.held_out, data.held_out_seed)
     for other in others:
-        conversations = Conversations([*conversations, *_load(other, data.limit)], f"{conversations.source}, {other}")
+        conversations = Conversations([*conversations, *_load(other, data)], f"{conversations.source}, {other}")
     return conversations, held_out
 
 
-def _load(source: str, limit: int | None) -> Conversations:
-    return Conversations(Conversations.load(source)[:limit], source)
+def _load(source: str, data: DataConfig) -> Conversations:
+    return Conversations(Conversations.load(source, data.split)[: data.limit], source)
 
 
 def _override(fields: dict[str, Any], override: str) -> None:
@@ -173,9 +202,17 @@ def _override(fields: dict[str, Any], override: str) -> None:
         if not isinstance(fields, dict):
             raise ForedraftError(f"override '{override}': '{parent}' holds a value, no keys")
     try:
-        parsed = yaml.safe_load(value)
+        fields[leaf] = _yaml(value)
     except yaml.YAMLError as error:
         raise ForedraftError(f"override '{override}': '{value}' is no YAML value: {error}") from error
-    with suppress(ValueError):  # YAML reads 1e-4 as text
-        parsed = float(parsed) if isinstance(parsed, str) else parsed
-    fields[leaf] = parsed
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-4 as text; here it is a number."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)

@@ -54,6 +54,10 @@ class DraftTrainer(Trainer):
         if model.algorithm is None:
             raise ForedraftError("this draft has no algorithm to train with: build it with auto_draft(...)")
         args = args or DraftTrainingArguments()
+        if args.n_gpu > 1:
+            raise ForedraftError(
+                f"{args.n_gpu} GPUs in one process: start one process per GPU, `torchrun --nproc-per-node {args.n_gpu} ...`"
+            )
         self.target = target if isinstance(target, Target) else Target(target, model.config.aux_layers)
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self._bad_rows: Tensor | None = None
@@ -159,9 +163,10 @@ class DraftTrainer(Trainer):
 
 
 def rates(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """From the sums of `losses.soft_cross_entropy` to `accuracy_1` .. `accuracy_K` (a position each), `tau` (from α) and `tau_greedy`."""
+    """Sums of `soft_cross_entropy` as rates: `accuracy_1` .. `accuracy_K`, `cross_entropy`, `tau` (from α) and `tau_greedy`."""
     counts = [max(n, 1.0) for n in sums["count"]]
     accuracy = [c / n for c, n in zip(sums["correct"], counts, strict=True)]
     acceptance = [a / n for a, n in zip(sums["accepted"], counts, strict=True)]
     named = {f"accuracy_{k}": a for k, a in enumerate(accuracy, 1)}
-    return {**named, "tau": estimated_tau(acceptance), "tau_greedy": estimated_tau(accuracy)}
+    cross_entropy = sum(sums["cross_entropy"]) / sum(counts)
+    return {**named, "cross_entropy": cross_entropy, "tau": estimated_tau(acceptance), "tau_greedy": estimated_tau(accuracy)}

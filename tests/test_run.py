@@ -1,0 +1,54 @@
+"""A run file's numbers, and what resuming a run with other settings says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_target, tiny_tokenizer
+
+from foredraft import ForedraftError
+from foredraft.training.run import RunConfig, train
+
+
+@pytest.fixture
+def fields(tmp_path: Path) -> dict[str, Any]:
+    """A run of two steps on a tiny target."""
+    tokenizer = tiny_tokenizer()
+    tiny_target(vocab=len(tokenizer)).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    line = {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer in a sentence"}]}
+    (tmp_path / "data.jsonl").write_text((json.dumps(line) + "\n") * 6)
+    return {
+        "target": str(tmp_path / "target"),
+        "output_dir": str(tmp_path / "out"),
+        "options": {"ttt_steps": 2},
+        "data": {"train": str(tmp_path / "data.jsonl"), "max_length": 64},
+        "training": {"max_steps": 2, "save_steps": 1, "save_strategy": "steps"},
+    }
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", ".1e-3"])
+def test_numbers_as_people_write_them(tmp_path: Path, text: str) -> None:
+    """YAML 1.1 reads 1e-4 as text; here it is a number, in files and overrides."""
+    run = f"{{target: t, output_dir: o, data: {{train: d}}, training: {{learning_rate: {text}}}}}"
+    (tmp_path / "run.yaml").write_text(run)
+    assert RunConfig.load(tmp_path / "run.yaml").training == {"learning_rate": 1e-4}
+    assert RunConfig.load(tmp_path / "run.yaml", [f"training.weight_decay={text}"]).training["weight_decay"] == 1e-4
+
+
+def test_resume_or_say_what_changed(fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """The same run resumes; another one in the same folder is refused, unless it starts anew."""
+    train(RunConfig.check(fields))
+    train(RunConfig.check(fields))
+    assert "resuming from" in capsys.readouterr().out
+    other = {**fields, "training": {**fields["training"], "learning_rate": 0.5}}
+    with pytest.raises(ForedraftError, match=r"(?s)belongs to a run with other settings:.*training: .*'learning_rate': 0.5.*resume=false"):
+        train(RunConfig.check(other))
+    assert train(RunConfig.check({**other, "resume": False})).exists()
+
+
+def test_resume_is_set_in_one_place(fields: dict[str, Any]) -> None:
+    """Trainer's own switch would be ignored, so it is refused."""
+    with pytest.raises(ForedraftError, match=r"training.resume_from_checkpoint: set resume, one level up"):
+        RunConfig.check({**fields, "training": {"resume_from_checkpoint": "x"}})
