@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,7 +88,9 @@ def load_draft(path: str | Path, registry: Registry) -> "BaseDraft":
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what is wrong is told once, below
     try:
-        draft, info = cls.from_pretrained(str(path), output_loading_info=True, ignore_mismatched_sizes=True)
+        with warnings.catch_warnings():  # engines on transformers 4 read rope_scaling; newer versions call it deprecated
+            warnings.filterwarnings("ignore", message=".*rope_scaling.*", category=FutureWarning)
+            draft, info = cls.from_pretrained(str(path), output_loading_info=True, ignore_mismatched_sizes=True)
     finally:
         logging.set_verbosity(verbosity)
     problems = {
