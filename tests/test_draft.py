@@ -156,4 +156,5 @@ def test_another_config_is_told() -> None:
     draft = tiny_draft(tiny_target())
     other = tiny_target(rope_parameters={"rope_type": "default", "rope_theta": 77.0})
     with pytest.warns(UserWarning, match="another config"):
-        generate(other, draft, torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
+        out = generate(other, draft, torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
+    assert out.shape == (1, 5)
