@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from .checkpoint import load_draft, read_config
 from .draft import BaseDraft
 from .errors import ForedraftError, nearest
-from .protocols import AlgorithmBase
+from .protocols import AlgorithmBase, DraftSpec
 from .registry import Registry, default_registry
 
 DEFAULT_ALGORITHM = "eagle3"
@@ -36,15 +36,16 @@ def auto_draft(
     Raises `ForedraftError` for an unknown architecture, algorithm or option, and for layers or vocabularies that do not fit.
     """
     registry = registry or default_registry()
-    source = config
     asked = {"adapter": adapter, "aux_layers": aux_layers, "draft_vocab_size": draft_vocab_size}
     if isinstance(config, str | Path):
-        if (Path(config) / "config.json").exists() and "foredraft" in read_config(config):
-            return _with_options(load_draft(config, registry), algorithm, options, asked, registry)
+        if (Path(config) / "config.json").exists() and (made := read_config(config).get("foredraft")):
+            return load_draft(config, registry, _settled(made, algorithm, options, asked, registry))
         try:
-            config = AutoConfig.from_pretrained(str(config))
+            source, config = config, AutoConfig.from_pretrained(str(config))
         except (OSError, ValueError) as error:
             raise ForedraftError(f"no target or draft at '{config}': {error}") from error
+        if hasattr(config, "foredraft"):
+            raise ForedraftError(f"'{source}' is a draft on the hub: download it (`hf download {source}`) and name the directory")
     elif isinstance(config, Mapping):
         fields = dict(config)
         made = fields.get("foredraft")
@@ -53,14 +54,12 @@ def auto_draft(
         else:
             config = _target_config(fields, registry)
     if made := getattr(config, "foredraft", None):
-        if isinstance(source, str | Path):
-            raise ForedraftError(f"'{source}' is a draft on the hub: download it (`hf download {source}`) and name the directory")
+        method = _settled(made, algorithm, options, asked, registry)
         cls = registry.adapter(made["adapter"])
         # AutoConfig sees the family's plain config there.
-        draft = cls(config if isinstance(config, cls.config_class) else cls.config_class(**config.to_dict()))
-        return _with_options(draft, algorithm, options, asked, registry)
+        return cls(config if isinstance(config, cls.config_class) else cls.config_class(**config.to_dict()), method)
     method = make_algorithm(algorithm or DEFAULT_ALGORITHM, options, registry)
-    cls = registry.adapter(adapter) if adapter else registry.adapter_for(config.get_text_config().model_type)
+    cls = registry.adapter(adapter) if adapter else registry.adapter_for(config.get_text_config().model_type, config)
     return cls(cls.make_config(config, method, aux_layers, draft_vocab_size), method)
 
 
@@ -96,17 +95,19 @@ def _target_config(fields: Mapping[str, Any], registry: Registry) -> PretrainedC
         raise ForedraftError(f"transformers cannot make a config for model_type '{name}': {str(error)[:200]}") from error
 
 
-def _with_options(
-    draft: BaseDraft, algorithm: str | None, options: Mapping[str, Any], asked: Mapping[str, Any], registry: Registry
-) -> BaseDraft:
-    made = draft.config.foredraft
+def _settled(
+    made: Mapping[str, Any], algorithm: str | None, options: Mapping[str, Any], asked: Mapping[str, Any], registry: Registry
+) -> AlgorithmBase:
+    """The algorithm of a draft that is there, with `options` on top of those it was made with; its shape is settled."""
+    if not isinstance(made, Mapping) or not {"adapter", "algorithm", "options", "spec"} <= set(made):
+        raise ForedraftError("the 'foredraft' entry of this draft's config.json is not what foredraft writes")
     if fixed := [name for name, value in asked.items() if value is not None]:
         raise ForedraftError(f"{', '.join(fixed)}: this draft's shape is settled; build a new one from the target's config")
     if algorithm not in (None, made["algorithm"]):
         raise ForedraftError(
             f"this draft was made by algorithm '{made['algorithm']}', asked for '{algorithm}': build a new one from the target's config"
         )
-    draft.algorithm = make_algorithm(made["algorithm"], {**made["options"], **options}, registry)
-    if draft.algorithm.spec.model_dump(mode="json") != made["spec"]:
+    method = make_algorithm(made["algorithm"], {**made["options"], **options}, registry)
+    if method.spec != DraftSpec(**made["spec"]):
         raise ForedraftError(f"the options {dict(options)} change the draft's shape: build a new one from the target's config")
-    return draft
+    return method

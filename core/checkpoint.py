@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from .errors import ForedraftError
+from .protocols import AlgorithmBase
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -73,24 +74,20 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return fields
 
 
-def load_draft(path: str | Path, registry: Registry) -> "BaseDraft":
+def load_draft(path: str | Path, registry: Registry, algorithm: AlgorithmBase) -> "BaseDraft":
     """A draft of ours from its directory; every tensor must be there, in shape, and no other.
 
     Raises `ForedraftError` with the lists of missing, unexpected and
     mis-shaped tensors, or the reason why the file cannot be read.
     """
-    fields = read_config(path)
-    made = fields.get("foredraft")
-    if not isinstance(made, dict) or "adapter" not in made:
-        raise ForedraftError(f"'{path}' was not written by foredraft: its config.json has no 'foredraft' entry")
     check_weights(Path(path))
-    cls = registry.adapter(made["adapter"])
+    cls = registry.adapter(read_config(path)["foredraft"]["adapter"])
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what is wrong is told once, below
     try:
         with warnings.catch_warnings():  # engines on transformers 4 read rope_scaling; newer versions call it deprecated
             warnings.filterwarnings("ignore", message=".*rope_scaling.*", category=FutureWarning)
-            draft, info = cls.from_pretrained(str(path), output_loading_info=True, ignore_mismatched_sizes=True)
+            draft, info = cls.from_pretrained(str(path), algorithm, output_loading_info=True, ignore_mismatched_sizes=True)
     finally:
         logging.set_verbosity(verbosity)
     problems = {
@@ -102,6 +99,9 @@ def load_draft(path: str | Path, registry: Registry) -> "BaseDraft":
         lists = "\n".join(f"  {kind}: {', '.join(names)}" for kind, names in problems.items() if names)
         raise ForedraftError(f"the weights in '{path}' do not fit its config.json:\n{lists}")
     draft.embed_tokens.requires_grad_(False)  # from_pretrained makes every parameter trainable
+    if draft.config.spec.target_head:
+        draft.lm_head.requires_grad_(False)
+        draft.complete = False
     return draft.eval()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from .errors import ForedraftError
+from .protocols import DraftSpec
 
 # Fields that tell a target from another; the rest varies with the transformers version and the way it was loaded.
 _TELLING = (
@@ -40,7 +41,7 @@ class DraftConfigMixin:
     fc_norm: bool = False
     norm_output: bool = False
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
-    eagle_config: dict[str, Any] | None = None
+    mask_token_id: int | None = None
     foredraft: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,6 +57,11 @@ class DraftConfigMixin:
         return fields
 
     @property
+    def spec(self) -> DraftSpec:
+        """What the algorithm asked of the adapter."""
+        return DraftSpec(**(self.foredraft or {"spec": {}})["spec"])
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         """The target layers whose hidden states the draft reads, as HF `hidden_states` indices."""
         return tuple(self.eagle_aux_hidden_state_layer_ids or ())
@@ -66,13 +72,17 @@ class DraftConfigMixin:
         return self.draft_vocab_size < self.vocab_size  # type: ignore[attr-defined]
 
 
-def aux_layer_fields(layers: tuple[int, ...]) -> dict[str, Any]:
-    """The same aux layers for both engines: vLLM reads `hidden_states` indices, SGLang 0-based layer outputs."""
-    return {
-        "num_aux_hidden_states": len(layers),
-        "eagle_aux_hidden_state_layer_ids": list(layers),
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers]},
-    }
+def eagle_fields(config: Any) -> dict[str, Any]:
+    """The aux layers as SGLang reads them (0-based layer outputs); vLLM reads the top-level field, `hidden_states` indices."""
+    layers = [i - 1 for i in config.aux_layers]
+    return {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers}}
+
+
+def set_mask_token(config: Any, token: int) -> None:
+    """Let `token` stand for what is not known yet. Raises `ForedraftError` unless it is one of the target's ids."""
+    if not 0 <= token < config.vocab_size:
+        raise ForedraftError(f"mask_token_id={token} is no token of the target: choose 0 to {config.vocab_size - 1}")
+    config.mask_token_id = token
 
 
 def default_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:

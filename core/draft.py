@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from .attention import GroupedQueryAttention, take_rows
-from .attention.geometry import Rotary
-from .config import DraftConfigMixin, aux_layer_fields, check_aux_layers, default_aux_layers, describe_target, versions
+from .attention import GroupedQueryAttention
+from .config import DraftConfigMixin, check_aux_layers, default_aux_layers, describe_target, set_mask_token, versions
 from .errors import ForedraftError
-from .protocols import AlgorithmBase, Batch, KeyValueCache, Layout, Pattern
+from .protocols import AlgorithmBase, Batch, DraftSpec, KeyValueCache, Layout
 from .target import Signal, Target
-from .vocabulary import choose_vocabulary, count_tokens
+from .vocabulary import choose_mask_token, choose_vocabulary, count_tokens
+from .wiring import WIRINGS
+
+TARGET_HEAD = ("embed_tokens.weight", "lm_head.weight")
+"""What a draft that uses its target's embedding and head leaves out of its file."""
 
 
 class BaseDraft(PreTrainedModel):
@@ -27,8 +30,10 @@ class BaseDraft(PreTrainedModel):
     summary: ClassVar[str] = ""
     model_types: ClassVar[tuple[str, ...]]
     """The targets' `model_type`s this adapter drafts for."""
+    generic: ClassVar[bool] = False
+    """Whether it offers itself for targets whose model_type no adapter lists, see `refuses`."""
     architecture: ClassVar[str]
-    """The name engines know this draft by."""
+    """The name engines know this draft by, unless the algorithm's spec names another."""
     norm_class: ClassVar[type[nn.Module]]
     mlp_class: ClassVar[type[nn.Module]]
     rotary_class: ClassVar[type[nn.Module]]
@@ -41,42 +46,48 @@ class BaseDraft(PreTrainedModel):
     def __init__(self, config: Any, algorithm: AlgorithmBase | None = None):
         super().__init__(config)
         self.algorithm = algorithm
-        width, chunk = config.hidden_size, config.target_hidden_size
+        spec, width, chunk = config.spec, config.hidden_size, config.target_hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)  # the target's, see start_from
         self.fc = nn.Linear(config.num_aux_hidden_states * chunk, width, bias=False)
         self.fc_norm = nn.ModuleList(self.make_norm(chunk) for _ in range(config.num_aux_hidden_states if config.fc_norm else 0))
-        self.layers: Any = nn.ModuleList(DraftLayer(self, i) for i in range(config.num_hidden_layers))
+        self.hidden_norm: Any = self.make_norm(width) if spec.context_norm else nn.Identity()
+        self.layers: Any = WIRINGS[spec.wiring](self)
         self.norm: Any = self.make_norm(width)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary_emb = self.rotary_class(config)
+        for name, module in (algorithm.modules(config) if algorithm else {}).items():
+            setattr(self, name, module)
         if config.has_reduced_vocabulary:
             # The lowest ids, until set_draft_vocabulary says which.
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        if spec.target_head:
+            self.lm_head.requires_grad_(False)
+            self._keys_to_ignore_on_save = self._keys_to_ignore_on_load_missing = [*TARGET_HEAD]
+        self.complete = True
+        """Whether embedding and head are there; a loaded draft that uses its target's lacks them until `take_head`."""
         self.post_init()
 
     # What algorithms are written against.
 
     def embed_input_ids(self, ids_BQ: Tensor) -> Tensor:
         """Token embeddings [B, Q, D]."""
+        if not self.complete:
+            raise ForedraftError("this draft uses its target's embedding and head, which are not in its file: call draft.take_head(target)")
         return self.embed_tokens(ids_BQ)
 
     def project_hidden_states(self, aux_BSA: Tensor) -> Tensor:
-        """fc over the concatenated aux states, each chunk normed first where the spec asks for `fc_norm`; [B, S, D]."""
+        """fc over the concatenated aux states, [B, S, D]; normed before (`fc_norm`, by chunk) or after (`context_norm`) as asked."""
         aux_BSA = aux_BSA.to(self.fc.weight.dtype)
         if self.fc_norm:
             chunks = aux_BSA.chunk(len(self.fc_norm), dim=-1)
             aux_BSA = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(aux_BSA)
+        return self.hidden_norm(self.fc(aux_BSA))
 
-    def backbone(self, embeds_BQD: Tensor, context_BQD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
+    def backbone(self, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
         """The decoder layers; the state to feed back, [B, Q', D] (normed where the spec asks for `norm_output`)."""
-        rotary: Rotary = self.rotary_emb(context_BQD, layout.positions)
-        hidden_BQD = context_BQD
-        for i, layer in enumerate(self.layers):
-            last = i == len(self.layers) - 1  # the layers below it work on every input: the next one needs its keys and values
-            pattern, rows = (layout.pattern, layout.rows) if last else (layout.below or layout.pattern, None)
-            hidden_BQD = layer(embeds_BQD if i == 0 else None, hidden_BQD, rotary, pattern, cache, rows)
+        rotary = self.rotary_emb(embeds_BQD, layout.positions)
+        hidden_BQD = self.layers(embeds_BQD, context_BSD, rotary, layout, cache)
         return self.norm(hidden_BQD) if self.config.norm_output else hidden_BQD
 
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
@@ -109,7 +120,17 @@ class BaseDraft(PreTrainedModel):
 
     def make_attention(self, layer: int, input_size: int) -> nn.Module:
         """The attention geometry of a layer."""
-        return GroupedQueryAttention(self.config, layer, input_size)
+        return GroupedQueryAttention(self.config, layer, input_size, self.norm_class if self.config.spec.qk_norm else None)
+
+    @classmethod
+    def architecture_for(cls, spec: DraftSpec) -> str:
+        """The name engines know a draft of this spec by."""
+        return spec.architecture or cls.architecture
+
+    @classmethod
+    def refuses(cls, target: PretrainedConfig) -> str | None:
+        """Of an adapter that sets `generic`: why it cannot draft for `target`, whose model_type no adapter lists; None if it can."""
+        raise NotImplementedError(f"adapter '{cls.name}' is generic and must say what it takes: def refuses(cls, target) -> str | None")
 
     def make_mlp(self, layer: int) -> nn.Module:
         """The feed-forward module of a layer."""
@@ -131,7 +152,7 @@ class BaseDraft(PreTrainedModel):
     ) -> Any:
         """The draft's config for a target's config. Raises `ForedraftError` where layers or vocabulary do not fit."""
         text, spec = target.get_text_config(), algorithm.spec
-        layers = aux_layers if aux_layers is not None else cls.aux_layers(target, spec.num_aux)
+        layers = aux_layers or algorithm.aux_layers(text.num_hidden_layers) or cls.aux_layers(target, spec.num_aux)
         check_aux_layers(layers, text.num_hidden_layers)
         if len(layers) != spec.num_aux:
             raise ForedraftError(f"aux_layers={list(layers)} are {len(layers)} layers, but num_aux={spec.num_aux}: make them agree")
@@ -140,9 +161,15 @@ class BaseDraft(PreTrainedModel):
             raise ForedraftError(
                 f"draft_vocab_size={size} does not fit the target's vocabulary of {text.vocab_size}: choose 1 to {text.vocab_size}"
             )
-        return cls.config_class(
+        if spec.target_head and size != text.vocab_size:
+            raise ForedraftError(
+                f"draft_vocab_size={size}: a draft by algorithm '{algorithm.name}' uses its target's own head, so its vocabulary is the "
+                f"target's {text.vocab_size}: leave draft_vocab_size out"
+            )
+        config = cls.config_class(
             **cls.shape(text),
-            **aux_layer_fields(layers),
+            num_aux_hidden_states=len(layers),
+            eagle_aux_hidden_state_layer_ids=list(layers),
             num_hidden_layers=spec.num_layers,
             vocab_size=text.vocab_size,
             draft_vocab_size=size,
@@ -154,12 +181,16 @@ class BaseDraft(PreTrainedModel):
                 "algorithm": algorithm.name,
                 "options": algorithm.options.model_dump(mode="json"),
                 "adapter": cls.name,
-                "architecture": cls.architecture,
+                "architecture": cls.architecture_for(spec),
                 "spec": spec.model_dump(mode="json"),
                 "target": describe_target(target),
                 "versions": versions(),
             },
         )
+        if spec.mask_token:
+            set_mask_token(config, text.vocab_size - 1 if spec.mask_token_id is None else spec.mask_token_id)
+        config.update(algorithm.engine_fields(config))
+        return config
 
     @torch.no_grad()
     def start_from(self, target: Target | PreTrainedModel, rows: Iterable[dict[str, Any]] | None = None) -> None:
@@ -167,29 +198,41 @@ class BaseDraft(PreTrainedModel):
 
         The fresh draft then is the target's last layers on its last aux state; what it must learn is to look at the next
         token. Parameters whose counterpart has another name or shape keep their random start. With packed training `rows`, a
-        reduced draft vocabulary becomes the tokens they supervise most often; without, set it before.
+        reduced draft vocabulary becomes the tokens they supervise most often, and a mask token the highest id they do not
+        use; without, set both before.
 
-        Raises `ForedraftError` if the target's width is not the draft's.
+        Raises `ForedraftError` if the target's width is not the draft's, or if the rows use the mask token that was asked for.
         """
         if not isinstance(target, Target):
             target = Target(target, self.config.aux_layers)
-        if target.embedding_weight.shape != self.embed_tokens.weight.shape:
-            raise ForedraftError(
-                f"the target's embedding is {tuple(target.embedding_weight.shape)}, the draft's {tuple(self.embed_tokens.weight.shape)}: "
-                "a draft takes over its target's embedding, so they must agree"
-            )
         if rows is not None and self.config.has_reduced_vocabulary:
             counts_V = count_tokens(rows, self.config.vocab_size)
             self.set_draft_vocabulary(choose_vocabulary(counts_V, self.config.draft_vocab_size))
-        self.embed_tokens.weight.copy_(target.embedding_weight)
-        self.lm_head.weight.copy_(target.head_weight[self.draft_ids.to(target.head_weight.device)])
-        if target.norm_weight is not None:
+        if rows is not None and self.config.spec.mask_token and self.algorithm is not None:
+            set_mask_token(self.config, choose_mask_token(rows, self.config.vocab_size, self.config.spec.mask_token_id))
+            self.config.update(self.algorithm.engine_fields(self.config))
+        self.take_head(target)
+        if target.norm_weight is not None and target.norm_weight.shape == self.norm.weight.shape:
             self.norm.weight.copy_(target.norm_weight)
         width = self.config.hidden_size
         self.fc.weight.mul_(0.1)
         self.fc.weight[:, -width:] += torch.eye(width, dtype=self.fc.weight.dtype, device=self.fc.weight.device)
         for layer, source in zip(reversed(self.layers), reversed(target.decoder.layers), strict=False):
             layer.start_from(source)
+
+    @torch.no_grad()
+    def take_head(self, target: Target | PreTrainedModel) -> None:
+        """Copy the target's embedding and head. Raises `ForedraftError` if its width or vocabulary is not the draft's."""
+        model = target.model if isinstance(target, Target) else target
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        if embedding.shape != self.embed_tokens.weight.shape:
+            raise ForedraftError(
+                f"the target's embedding is {tuple(embedding.shape)}, the draft's {tuple(self.embed_tokens.weight.shape)}: "
+                "a draft takes over its target's embedding, so they must agree"
+            )
+        self.embed_tokens.weight.copy_(embedding)
+        self.lm_head.weight.copy_(head[self.draft_ids.to(head.device)])
+        self.complete = True
 
     @property
     def draft_ids(self) -> Tensor:
@@ -226,50 +269,6 @@ class BaseDraft(PreTrainedModel):
     ) -> None:
         """As ever; layers above the first carry their norm under both names that engines read (`input_layernorm`, `hidden_norm`)."""
         state = dict(state_dict if state_dict is not None else self.state_dict())
-        for i in range(1, len(self.layers)):
+        for i in range(1, len(self.layers) if self.config.spec.wiring == "fuse" else 0):
             state[f"layers.{i}.hidden_norm.weight"] = state[f"layers.{i}.input_layernorm.weight"].clone()
         super().save_pretrained(save_directory, *args, state_dict=state, **kwargs)
-
-
-class DraftLayer(nn.Module):
-    """A decoder layer; the first reads embedding and context side by side, each under its own norm (EAGLE-3, figure 5)."""
-
-    def __init__(self, draft: BaseDraft, layer: int):
-        super().__init__()
-        width = draft.config.hidden_size
-        self.input_layernorm = draft.make_norm(width)
-        if layer == 0:
-            self.hidden_norm = draft.make_norm(width)
-        self.self_attn = draft.make_attention(layer, 2 * width if layer == 0 else width)
-        self.post_attention_layernorm = draft.make_norm(width)
-        self.mlp = draft.make_mlp(layer)
-
-    def start_from(self, source: nn.Module) -> None:
-        """Copy a target's layer; in the first layer its input is the context half, and the embedding's half stays random."""
-        theirs = dict(source.named_parameters())
-        first = hasattr(self, "hidden_norm")
-        for name, mine in self.named_parameters():
-            if first and name.startswith("input_layernorm."):
-                continue
-            other = theirs.get(name.replace("hidden_norm.", "input_layernorm."))
-            if other is not None and other.shape == mine.shape:
-                mine.copy_(other)
-            elif other is not None and mine.shape == (other.shape[0], 2 * other.shape[-1]):
-                mine[:, other.shape[-1] :] = other
-
-    def forward(
-        self,
-        embeds_BQD: Tensor | None,
-        hidden_BQD: Tensor,
-        rotary: Rotary,
-        pattern: Pattern,
-        cache: KeyValueCache | None,
-        rows: Tensor | None,
-    ) -> Tensor:
-        """The layer's output at the inputs `rows`, [B, Q', D]."""
-        if embeds_BQD is not None:
-            x = torch.cat([self.input_layernorm(embeds_BQD), self.hidden_norm(hidden_BQD)], dim=-1)
-        else:
-            x = self.input_layernorm(hidden_BQD)
-        hidden_BQD = take_rows(hidden_BQD, rows) + self.self_attn(x, rotary, pattern, cache, rows)
-        return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))

@@ -1,4 +1,4 @@
-"""`losses.soft_cross_entropy` in chunks: a chunk's logits become loss, gradient and metrics, and are dropped."""
+"""`losses.cross_entropy` in chunks: a chunk's logits become loss, gradient and metrics, and are dropped."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,35 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .losses import METRICS, Teacher
+from .losses import METRICS, Supervisor
 from .protocols import Step
 
 # Rows of draft logits alive at a time: small enough for a CPU's cache, large enough for its matrix units.
 CHUNK = 256
 
 
-def fused_soft_cross_entropy(
+def fused_cross_entropy(
     states: Sequence[Tensor],
     compute_logits: Callable[[Tensor], Tensor],
     parameters: Sequence[Tensor],
-    teacher: Teacher,
+    teacher: Supervisor,
     teacher_rows: Sequence[Tensor],
     weights: Sequence[Tensor],
     draft_ids_W: Tensor,
 ) -> Step:
-    """As `soft_cross_entropy`, with the same loss, gradients and metrics up to rounding.
+    """As `cross_entropy`, with the same loss, gradients and metrics up to rounding.
 
     `parameters` are those that `compute_logits` reads and that are trained. The gradient is formed in the forward pass, where
-    the logits are: draft logits live one chunk at a time, and the teacher's softmax [R, W] is taken once per row for all steps.
+    the logits are: draft logits live one chunk at a time.
     """
     if not torch.is_grad_enabled():
         parameters = ()
-    probabilities_RW = teacher.logits_RW.softmax(-1)
-    # p over the target's whole vocabulary = p over the draft's × the mass that the draft's vocabulary holds.
-    mass_R = (teacher.logits_RW.logsumexp(-1) - teacher.logsumexp_R).exp()
     index_R = torch.searchsorted(draft_ids_W, teacher.top_R).clamp(max=len(draft_ids_W) - 1)
     nameable_R = draft_ids_W[index_R] == teacher.top_R
-    scored = _Scored(compute_logits, probabilities_RW, mass_R, torch.where(nameable_R, index_R, -1), [len(s) for s in states])
+    scored = _Scored(compute_logits, teacher, draft_ids_W, torch.where(nameable_R, index_R, -1), [len(s) for s in states])
     weights_N = torch.cat([w * nameable_R[rows] for w, rows in zip(weights, teacher_rows, strict=True)])
     loss, *sums = _FusedLoss.apply(scored, torch.cat(list(states)), torch.cat(list(teacher_rows)), weights_N, *parameters)
     return Step(loss, dict(zip(METRICS, sums, strict=True)))
@@ -46,8 +43,8 @@ class _Scored:
     """What does not change from chunk to chunk."""
 
     compute_logits: Callable[[Tensor], Tensor]
-    probabilities_RW: Tensor
-    mass_R: Tensor
+    teacher: Supervisor
+    draft_ids_W: Tensor
     top_R: Tensor
     """Draft id of the teacher's top token, -1 where the draft cannot name it."""
     sizes: list[int]
@@ -69,7 +66,7 @@ class _FusedLoss(torch.autograd.Function):
                     state_ND = states_ND[part].detach().requires_grad_(wanted)
                     logits_NW = scored.compute_logits(state_ND)
                 rows, weight_N = rows_N[part], weights_N[part].float()
-                p_NW, top_N = scored.probabilities_RW[rows], scored.top_R[rows]
+                p_NW, top_N = scored.teacher.probabilities(rows, scored.draft_ids_W), scored.top_R[rows]
                 log_q_NW = logits_NW.detach().float().log_softmax(-1)
                 cross_entropy_N = -(p_NW * log_q_NW).sum(-1)
                 loss += (weight_N * cross_entropy_N).sum()  # a product under autocast would round it to bfloat16
@@ -77,7 +74,7 @@ class _FusedLoss(torch.autograd.Function):
                 sums[1, step] += (log_q_NW.argmax(-1) == top_N).sum()
                 sums[3, step] += ((top_N >= 0) * cross_entropy_N).sum()
                 q_NW = log_q_NW.exp_()
-                sums[2, step] += torch.minimum(p_NW * scored.mass_R[rows, None], q_NW).sum()
+                sums[2, step] += torch.minimum(p_NW * scored.teacher.mass(rows)[:, None], q_NW).sum()
                 if wanted:
                     d_logits_NW = q_NW.sub_(p_NW).mul_(weight_N[:, None]).to(logits_NW.dtype)
                     d_state, *d_chunk = torch.autograd.grad(logits_NW, [state_ND, *parameters], d_logits_NW)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +15,24 @@ METRICS = ("count", "correct", "accepted", "cross_entropy")
 """The metrics of a `Step`, in order."""
 
 
+class Supervisor(Protocol):
+    """What R rows of draft states are held against; a row may serve several drafting steps."""
+
+    top_R: Tensor
+    """The token a greedy target emits, as a target id."""
+
+    def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
+        """The distribution over the draft vocabulary, normalised there, at some of the rows; float32 [N, W]."""
+        ...
+
+    def mass(self, rows_N: Tensor) -> Tensor:
+        """How much of the whole distribution the draft's vocabulary holds, [N]."""
+        ...
+
+
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher's word on R rows; a row may serve several drafting steps."""
+    """The target's word on R rows."""
 
     logits_RW: Tensor
     """Its logits over the draft vocabulary, float32."""
@@ -31,6 +48,38 @@ class Teacher:
         hidden_RT = signal.hidden_BST.flatten(0, 1)[rows_R]
         return cls(signal.logits(hidden_RT, draft_ids_W), signal.top_R, signal.logsumexp_R)
 
+    def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
+        """See `Supervisor`; the softmax is taken once for all R rows."""
+        return self._softmax_RW[rows_N]
+
+    def mass(self, rows_N: Tensor) -> Tensor:
+        """See `Supervisor`."""
+        return self._mass_R[rows_N]
+
+    @cached_property
+    def _softmax_RW(self) -> Tensor:
+        return self.logits_RW.softmax(-1)
+
+    @cached_property
+    def _mass_R(self) -> Tensor:
+        return (self.logits_RW.logsumexp(-1) - self.logsumexp_R).exp()
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The text itself as the teacher: all mass on the token that follows (hard-label cross-entropy)."""
+
+    top_R: Tensor
+    """The token, as a target id."""
+
+    def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
+        """See `Supervisor`; zero where the draft cannot name the token."""
+        return (draft_ids_W == self.top_R[rows_N, None]).float()
+
+    def mass(self, rows_N: Tensor) -> Tensor:
+        """See `Supervisor`."""
+        return torch.ones_like(rows_N, dtype=torch.float32)
+
 
 def step_weights(steps: int, decay: float) -> list[float]:
     """decay^k / Σ decay^j: what each drafting step weighs (EAGLE-3's 0.8)."""
@@ -38,15 +87,15 @@ def step_weights(steps: int, decay: float) -> list[float]:
     return [decay**k / total for k in range(steps)]
 
 
-def soft_cross_entropy(
+def cross_entropy(
     states: Sequence[Tensor],
     compute_logits: Callable[[Tensor], Tensor],
-    teacher: Teacher,
+    teacher: Supervisor,
     teacher_rows: Sequence[Tensor],
     weights: Sequence[Tensor],
     draft_ids_W: Tensor,
 ) -> Step:
-    """Σ_k Σ_n weights[k][n] · CE(teacher restricted to the draft vocabulary ‖ draft), and the metrics of every step.
+    """Σ_k Σ_n weights[k][n] · CE(teacher ‖ draft), and the metrics of every step.
 
     Per drafting step k: `states[k]` [N_k, D] draft states, `teacher_rows[k]` [N_k] the teacher row each one is held
     against, `weights[k]` [N_k] already carrying the step's weight and its denominator. A row whose teacher's top token
@@ -58,13 +107,13 @@ def soft_cross_entropy(
     sums: dict[str, list[Tensor]] = {name: [] for name in METRICS}
     for state_ND, rows_N, weight_N in zip(states, teacher_rows, weights, strict=True):
         log_q_NW = compute_logits(state_ND).float().log_softmax(-1)
-        target_NW = teacher.logits_RW[rows_N]
+        p_NW = teacher.probabilities(rows_N, draft_ids_W)
         top_N = teacher.top_R[rows_N]
         nameable_N = draft_ids_W[torch.searchsorted(draft_ids_W, top_N).clamp(max=len(draft_ids_W) - 1)] == top_N
-        cross_entropy_N = -(target_NW.softmax(-1) * log_q_NW).sum(-1)
+        cross_entropy_N = -(p_NW * log_q_NW).sum(-1)
         total = total + (weight_N * nameable_N * cross_entropy_N).sum()
         with torch.no_grad():
-            p_NW = (target_NW - teacher.logsumexp_R[rows_N, None]).exp()
+            p_NW = p_NW * teacher.mass(rows_N)[:, None]
             sums["count"].append(torch.full_like(total, len(rows_N)))
             sums["correct"].append((draft_ids_W[log_q_NW.argmax(-1)] == top_N).sum().float())
             sums["accepted"].append(torch.minimum(p_NW, log_q_NW.exp()).sum())

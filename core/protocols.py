@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 if TYPE_CHECKING:
     from .draft import BaseDraft
@@ -30,11 +30,21 @@ class Frozen(BaseModel):
 class DraftSpec(Frozen):
     """All that an algorithm may ask of an adapter."""
 
-    wiring: Literal["fuse"] = Field("fuse", description="fuse: embedding and context side by side into a 2·D-wide first layer")
-    num_layers: int = Field(1, ge=1, description="decoder layers of the draft")
+    wiring: Literal["fuse", "prefix"] = Field(
+        "fuse",
+        description="fuse: embedding and context side by side into a 2·D-wide first layer; prefix: the context as extra keys and values of "
+        "every layer",
+    )
+    num_layers: int = Field(1, ge=0, description="decoder layers of the draft")
     num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
     fc_norm: bool = Field(False, description="one RMSNorm per aux chunk before fc (EAGLE-3.1)")
+    context_norm: bool = Field(False, description="a norm after fc (DFlash)")
     norm_output: bool = Field(False, description="the post-norm state is fed back, and the head applies no second norm (EAGLE-3.1)")
+    qk_norm: bool = Field(False, description="a norm on queries and keys, as in Qwen3")
+    mask_token: bool = Field(False, description="the draft reads a token that stands for the unknown, config.mask_token_id")
+    mask_token_id: int | None = Field(None, ge=0, description="which one; None: one that the training data never uses")
+    target_head: bool = Field(False, description="embedding and head are the target's own: frozen, and not in the draft's file")
+    architecture: str | None = Field(None, description="the name engines know the draft by; None: the adapter's")
 
 
 class Pattern(Protocol):
@@ -58,10 +68,10 @@ class Layout:
     """Where each input of `backbone` sits and what it may see."""
 
     positions: Tensor
-    """Rotary position of each input, [B, Q]."""
+    """Rotary position of each input, [B, Q]; under the wiring `prefix` the inputs are the context's S, then the embeddings' Q."""
     pattern: Pattern
     rows: Tensor | None = None
-    """[B, Q'] inputs whose output is wanted; the others only give keys and values. None: all."""
+    """[B, Q'] inputs whose output is wanted; the others only give keys and values. None: all (under `prefix`: all embeddings)."""
     below: Pattern | None = None
     """What the layers below the last one see: all inputs are queries there, whatever `rows` says. None: the same pattern."""
 
@@ -77,8 +87,8 @@ class DraftModel(Protocol):
         """The target's concatenated aux hidden states in the draft's width, [B, S, D]."""
         ...
 
-    def backbone(self, embeds_BQD: Tensor, context_BQD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
-        """The decoder layers: the state to feed back, [B, Q', D]."""
+    def backbone(self, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
+        """The decoder layers: the state to feed back, [B, Q', D]. Under the wiring `fuse`, S = Q: a context for each embedding."""
         ...
 
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
@@ -133,6 +143,19 @@ class AlgorithmBase:
     def spec(self) -> DraftSpec:
         """The draft that this algorithm needs."""
         raise NotImplementedError(f"algorithm '{self.name}' must state its draft: def spec(self) -> DraftSpec")
+
+    def aux_layers(self, num_layers: int) -> tuple[int, ...] | None:
+        """The target layers to read by default (HF `hidden_states` indices), for a target of `num_layers`; None: the adapter's choice."""
+        return None
+
+    def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
+        """What the algorithm adds to the draft (P-EAGLE's `mask_hidden`, say), by the name under which it is saved; fresh, on the
+        default device."""
+        return {}
+
+    def engine_fields(self, config: Any) -> dict[str, Any]:
+        """What engines look for in the `config.json` of a draft by this algorithm, from its config."""
+        return {}
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
         """What the collator adds to a batch, on the CPU: tensors, or lists of tensors, of active rows and sampled indices.

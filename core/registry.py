@@ -80,18 +80,24 @@ class Registry:
         """The algorithm class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
         return self._get("algorithm", name)
 
-    def adapter_for(self, model_type: str) -> Any:
-        """The adapter class for targets of a `model_type`.
+    def adapter_for(self, model_type: str, target: Any = None) -> Any:
+        """The adapter class for targets of a `model_type`; where none lists it, a generic one that takes the config `target`.
 
         Raises `ForedraftError` that names what was asked, what is known, which plugins failed, and how to write one.
         """
         claims = [r for r in self._of("adapter") if model_type in r.cls.model_types]
+        refusals = ""
+        for r in self._of("adapter") if not claims and target is not None else ():
+            if r.cls.generic and (reason := r.cls.refuses(target)):
+                refusals += f"  adapter '{r.name}' cannot take it: {reason}\n"
+            elif r.cls.generic:
+                claims.append(r)
         if not claims:
             known = {t: r.name for r in self._of("adapter") for t in r.cls.model_types}
             raise ForedraftError(
                 f"no adapter for targets of model_type '{model_type}'{nearest(model_type, known)}\n"
                 f"  known: {', '.join(f'{t} ({a})' for t, a in sorted(known.items())) or 'none'}\n"
-                f"{self._broken_text()}"
+                f"{refusals}{self._broken_text()}"
                 "  to add one: subclass foredraft.BaseDraft, list the model_type in `model_types`, and return the class from the hook\n"
                 "  foredraft_adapters() of a package with an entry point in the group 'foredraft' (see adapters/llama.py)"
             )

@@ -28,3 +28,25 @@ def choose_vocabulary(counts_V: Tensor, size: int) -> Tensor:
             f"draft_vocab_size={size} does not fit the target's vocabulary of {len(counts_V)}: choose 1 to {len(counts_V)}"
         )
     return torch.sort(torch.argsort(counts_V, descending=True, stable=True)[:size]).values
+
+
+def choose_mask_token(rows: Iterable[dict[str, Any]], vocab_size: int, asked: int | None = None) -> int:
+    """A token that the rows never use: `asked`, or the highest such id.
+
+    Raises `ForedraftError` if they use `asked`, or every token there is.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for row in rows:
+        # Where documents are padded, id 0 stands for nothing.
+        ids, documents = torch.as_tensor(row["input_ids"]), torch.as_tensor(row["documents"])
+        counts += torch.bincount(ids[documents >= 0], minlength=vocab_size)
+    unused = (counts == 0).nonzero()[:, 0]
+    if asked is not None and int(counts[asked]):
+        raise ForedraftError(
+            f"mask_token_id={asked} occurs {int(counts[asked])} times in the training data: leave it out to have one chosen"
+        )
+    if not len(unused):
+        raise ForedraftError(
+            f"the training data uses all {vocab_size} tokens of the target: none is left to stand for the unknown (mask_token_id)"
+        )
+    return asked if asked is not None else int(unused[-1])

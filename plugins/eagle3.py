@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
 from foredraft.attention import Causal, DecodingCache, Unrolled, UnrolledCache
-from foredraft.fused_loss import fused_soft_cross_entropy
+from foredraft.config import eagle_fields
+from foredraft.fused_loss import fused_cross_entropy
 from foredraft.losses import Teacher, step_weights
 from foredraft.protocols import Batch, Choose, Frozen, Layout, Step
 
@@ -36,12 +37,17 @@ class Eagle3(AlgorithmBase):
         num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
         fc_norm: bool = Field(False, description="norm each aux chunk before fc (EAGLE-3.1)")
         norm_output: bool = Field(False, description="feed back the post-norm state (EAGLE-3.1)")
+        qk_norm: bool = Field(False, description="norms on queries and keys: a Qwen3-shaped draft")
 
     @property
     def spec(self) -> DraftSpec:
         """A first layer that reads embedding and features side by side."""
         o = self.options
-        return DraftSpec(num_layers=o.num_layers, num_aux=o.num_aux, fc_norm=o.fc_norm, norm_output=o.norm_output)
+        return DraftSpec(num_layers=o.num_layers, num_aux=o.num_aux, fc_norm=o.fc_norm, norm_output=o.norm_output, qk_norm=o.qk_norm)
+
+    def engine_fields(self, config: Any) -> dict[str, Any]:
+        """The aux layers once more, in SGLang's convention."""
+        return eagle_fields(config)
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
         """The slots that serving reaches: x_{t+1} .. x_{t+2+k} in one assistant span of x_t's document.
@@ -79,7 +85,7 @@ class Eagle3(AlgorithmBase):
         """Soft cross-entropy of every step, Σ 0.8^k L_k / Σ 0.8^k with L_k the mean over supervised slots."""
         states = self.unroll(draft, batch, signal.aux_BSA)
         shares = step_weights(len(states), self.options.step_decay)
-        return fused_soft_cross_entropy(
+        return fused_cross_entropy(
             [state_BQD.flatten(0, 1)[query] for state_BQD, query in zip(states, batch["queries"], strict=True)],
             draft.compute_logits,
             draft.head_parameters(),
@@ -112,6 +118,19 @@ class Eagle3(AlgorithmBase):
     def drafter(self, draft: "BaseDraft") -> "ChainDrafter":
         """Drafts a chain, one token per forward."""
         return ChainDrafter(draft)
+
+
+class Eagle31(Eagle3):
+    """EAGLE-3.1: EAGLE-3 with a norm on every aux chunk, whose post-norm state is fed back."""
+
+    name = "eagle31"
+    summary = "EAGLE-3 with normed aux states and normed feedback"
+
+    class Options(Eagle3.Options):
+        """Options of EAGLE-3.1: EAGLE-3's, with other defaults."""
+
+        fc_norm: bool = Field(True, description="norm each aux chunk before fc")
+        norm_output: bool = Field(True, description="feed back the post-norm state")
 
 
 class ChainDrafter:
@@ -149,4 +168,4 @@ class ChainDrafter:
 @hookimpl
 def foredraft_algorithms() -> list[type[Any]]:
     """The algorithms of this file."""
-    return [Eagle3]
+    return [Eagle3, Eagle31]

@@ -1,5 +1,6 @@
 """Attention patterns against a loop that lists every query's keys, and the backbone on some rows against the whole."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from tiny import tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 
-from foredraft.attention import Causal, DecodingCache, Unrolled, UnrolledCache, take_rows
+from foredraft.attention import Causal, DecodingCache, Full, Masked, Unrolled, UnrolledCache, take_rows
 from foredraft.attention.patterns import Backend
 from foredraft.protocols import Layout
 
@@ -196,3 +197,48 @@ class TestBackbone:
         slots = batch["slots"][0].tolist()
         for slot, k, logits_W in seen:
             assert_close(logits_W, draft.compute_logits(states[k][0, slots.index(slot)]), rtol=1e-4, atol=1e-5)
+
+
+class TestMasked:
+    """A mask function of indices: dense, in chunks and by FlexAttention, against the eager reference."""
+
+    @staticmethod
+    def case(rows: bool) -> tuple[list[torch.Tensor], Any, torch.Tensor | None]:
+        torch.manual_seed(0)
+        batch, inputs = 2, 13
+        group_BS = torch.randint(0, 3, (batch, inputs))
+
+        def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return (q == k) | ((group_BS[b, q] == group_BS[b, k]) & (k <= q))
+
+        rows_BQ = torch.stack([torch.randperm(inputs)[:7].sort().values for _ in range(batch)]) if rows else None
+        queries = 7 if rows else inputs
+        tensors = [torch.randn(batch, heads, n, 8, requires_grad=True) for heads, n in ((4, queries), (2, inputs), (2, inputs))]
+        return tensors, sees, rows_BQ
+
+    @pytest.mark.parametrize("rows", [False, True])
+    @pytest.mark.parametrize("entries", [2**24, 60])
+    def test_dense_equals_eager(self, rows: bool, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("foredraft.attention.masked.ENTRIES", entries)
+        (q, k, v), sees, rows_BQ = self.case(rows)
+        results = []
+        for backend in ("eager", "auto"):
+            out = Masked(sees, rows_BQ, backend).attend(q, [k], [v], 0.3)
+            results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
+        for mine, reference in zip(*results, strict=True):
+            torch.testing.assert_close(mine, reference)
+
+    @pytest.mark.parametrize("rows", [False, True])
+    def test_flex_equals_eager(self, rows: bool) -> None:
+        (q, k, v), sees, rows_BQ = self.case(rows)
+        q, k, v = (t.detach() for t in (q, k, v))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # uncompiled: it materialises the scores, which is what a test may do
+            flex = Masked(sees, rows_BQ, "flex").attend(q, [k], [v], 0.3)
+            eager = Masked(sees, rows_BQ, "eager").attend(q, [k], [v], 0.3)
+        torch.testing.assert_close(flex, eager)
+
+    def test_full_sees_every_key(self) -> None:
+        (q, k, v), _, _ = self.case(rows=True)
+        everything = Masked(lambda b, h, q, k: (q >= 0) & (k >= 0), backend="eager")
+        torch.testing.assert_close(Full().attend(q, [k], [v], 0.3), everything.attend(q, [k], [v], 0.3))

@@ -6,10 +6,11 @@ import pytest
 import torch
 from tiny import gradients, tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
+from torch.nn import functional as F
 from torch.testing import assert_close
 
-from foredraft.fused_loss import fused_soft_cross_entropy
-from foredraft.losses import METRICS, Teacher, soft_cross_entropy
+from foredraft.fused_loss import fused_cross_entropy
+from foredraft.losses import METRICS, Labels, Teacher, cross_entropy
 from foredraft.protocols import Step
 
 MODEL = tiny_target()
@@ -47,11 +48,11 @@ def problem(draft: Any, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = tor
 
 
 def plain(draft: Any, p: dict[str, Any]) -> Step:
-    return soft_cross_entropy(p["states"], draft.compute_logits, p["teacher"], p["teacher_rows"], p["weights"], draft.draft_ids)
+    return cross_entropy(p["states"], draft.compute_logits, p["teacher"], p["teacher_rows"], p["weights"], draft.draft_ids)
 
 
 def fused(draft: Any, p: dict[str, Any]) -> Step:
-    return fused_soft_cross_entropy(
+    return fused_cross_entropy(
         p["states"], draft.compute_logits, draft.head_parameters(), p["teacher"], p["teacher_rows"], p["weights"], draft.draft_ids
     )
 
@@ -150,7 +151,32 @@ def test_a_whole_training_step(draft: Any, chunk: int, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("foredraft.fused_loss.CHUNK", chunk)
     ours = run()
-    monkeypatch.setattr("foredraft.plugins.eagle3.fused_soft_cross_entropy", lambda s, head, _, *rest: soft_cross_entropy(s, head, *rest))
+    monkeypatch.setattr("foredraft.plugins.eagle3.fused_cross_entropy", lambda s, head, _, *rest: cross_entropy(s, head, *rest))
     theirs = run()
     assert ours[0] > 0
     assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_labels_as_the_teacher() -> None:
+    """Hard labels: the loss is torch's cross-entropy where the draft can name the token, and nothing elsewhere."""
+    torch.manual_seed(0)
+    draft_ids, labels = torch.tensor([1, 3, 4, 8]), torch.tensor([3, 8, 2, 1])
+    rows, weights = torch.tensor([0, 1, 2, 3, 1]), torch.rand(5)
+    results = []
+    for loss in ("readable", "fused"):
+        torch.manual_seed(1)
+        head, states = torch.nn.Linear(6, 4), torch.randn(5, 6, requires_grad=True)
+        teacher = Labels(labels)
+        if loss == "fused":
+            step = fused_cross_entropy([states], head, list(head.parameters()), teacher, [rows], [weights], draft_ids)
+        else:
+            step = cross_entropy([states], head, teacher, [rows], [weights], draft_ids)
+        step.loss.backward()
+        results.append([step.loss, states.grad, head.weight.grad, *step.metrics.values()])
+    for mine, reference in zip(*results, strict=True):
+        assert_close(mine, reference)
+    named = torch.tensor([0, 1, 3, 4])  # label 2 is none of the draft's
+    expected = F.cross_entropy(head(states[named]), torch.tensor([1, 3, 0, 3]), reduction="none") @ weights[named]
+    assert_close(step.loss, expected)
+    q = head(states[named]).softmax(-1)[range(4), [1, 3, 0, 3]]
+    assert_close(step.metrics["accepted"][0], q.sum())

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig
 
 from foredraft import auto_draft
-from foredraft.losses import Teacher, soft_cross_entropy, step_weights
+from foredraft.losses import Teacher, cross_entropy, step_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 STEPS, DECAY = 3, 0.8
@@ -96,7 +96,7 @@ class Golden:
         else:
             weights_N = mask_N / (mask_N.sum() + 1e-5)
         states = [self.states[step].flatten(0, 1)[slots]]
-        loss = soft_cross_entropy(states, self.draft.compute_logits, self.teacher, [slots + step], [weights_N], self.draft.draft_ids).loss
+        loss = cross_entropy(states, self.draft.compute_logits, self.teacher, [slots + step], [weights_N], self.draft.draft_ids).loss
         if self.name.startswith("speculators"):
             log_p_NW = self.teacher.logits_RW[slots + step].log_softmax(-1)
             loss = loss + (weights_N[:, None] * log_p_NW.exp() * log_p_NW).sum()  # KL = CE - entropy

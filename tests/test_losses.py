@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from foredraft import ForedraftError, Target
-from foredraft.losses import Teacher, estimated_tau, soft_cross_entropy, step_weights
+from foredraft.losses import Teacher, cross_entropy, estimated_tau, step_weights
 from foredraft.vocabulary import choose_vocabulary, count_tokens
 
 VOCAB, WIDTH = 12, 6
@@ -37,7 +37,7 @@ def problem() -> dict[str, Any]:
 def fused(problem: dict[str, Any]) -> Any:
     logits_RV = problem["logits_RV"]
     teacher = Teacher(logits_RV[:, DRAFT_IDS], logits_RV.argmax(-1), logits_RV.logsumexp(-1))
-    return soft_cross_entropy(problem["states"], problem["head"], teacher, problem["teacher_rows"], problem["weights"], DRAFT_IDS)
+    return cross_entropy(problem["states"], problem["head"], teacher, problem["teacher_rows"], problem["weights"], DRAFT_IDS)
 
 
 def naive(problem: dict[str, Any]) -> tuple[Tensor, dict[str, list[float]]]:
@@ -87,7 +87,7 @@ class TestSoftCrossEntropy:
         logits_RV = problem["logits_RV"]
         rows = torch.arange(6)
         teacher = Teacher(logits_RV[:, DRAFT_IDS], logits_RV.argmax(-1), logits_RV.logsumexp(-1))
-        step = soft_cross_entropy([logits_RV[:, DRAFT_IDS]], lambda x: x, teacher, [rows], [torch.ones(6)], DRAFT_IDS)
+        step = cross_entropy([logits_RV[:, DRAFT_IDS]], lambda x: x, teacher, [rows], [torch.ones(6)], DRAFT_IDS)
         assert_close(step.metrics["accepted"][0], logits_RV.softmax(-1)[:, DRAFT_IDS].sum())
         assert step.metrics["correct"].tolist() == [4]  # all but the two that cannot be named
         named = torch.isin(teacher.top_R, DRAFT_IDS)

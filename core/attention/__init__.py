@@ -2,6 +2,6 @@
 
 from .cache import DecodingCache, UnrolledCache
 from .geometry import GroupedQueryAttention, take_rows
-from .patterns import Causal, Unrolled
+from .patterns import Causal, Full, Masked, Unrolled
 
-__all__ = ["Causal", "DecodingCache", "GroupedQueryAttention", "Unrolled", "UnrolledCache", "take_rows"]
+__all__ = ["Causal", "DecodingCache", "Full", "GroupedQueryAttention", "Masked", "Unrolled", "UnrolledCache", "take_rows"]

@@ -1,6 +1,6 @@
 """Attention patterns: who sees whom, as `attend(q, keys, values, scale)`. They know nothing of architectures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .masked import dense_mask, masked_dense, masked_flex
 from .unrolled import unrolled_eager, unrolled_flash
 
-Backend = Literal["auto", "eager"]
+Backend = Literal["auto", "eager", "flex"]
 
 
 def causal_mask(documents_BS: Tensor | None, rows_BQ: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -84,3 +85,40 @@ class Unrolled:
             blocked = torch.zeros(self.mask.shape, dtype=q_BHQd.dtype, device=q_BHQd.device)
             self._additive[q_BHQd.dtype] = blocked.masked_fill_(~self.mask, float("-inf"))
         return unrolled_flash(q_BHQd, keys, values, self._additive[q_BHQd.dtype], scale)
+
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(batch, head, query, key) → may the query look; index tensors that broadcast. The form that FlexAttention takes."""
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A query sees the keys that a function of indices names (P-EAGLE, DFlash, trees). It must see one at least."""
+
+    sees: MaskFunction
+    """Of indices of inputs: queries as well as keys are counted among all inputs."""
+    rows: Tensor | None = None
+    """[B, Q] inputs that are queries; None: the last Q."""
+    backend: Backend = "auto"
+
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
+        k, v = keys[0], values[0]
+        queries, known = q_BHQd.shape[2], k.shape[2]
+        rows_BQ = self.rows if self.rows is not None else torch.arange(known - queries, known, device=q_BHQd.device).expand(len(q_BHQd), -1)
+        if self.backend == "flex" or (self.backend == "auto" and q_BHQd.device.type == "cuda"):
+            return masked_flex(q_BHQd, k, v, self.sees, rows_BQ, scale)
+        k, v = expand_heads(k, q_BHQd.shape[1]), expand_heads(v, q_BHQd.shape[1])
+        if self.backend == "eager":
+            return unrolled_eager(q_BHQd, [k], [v], dense_mask(self.sees, rows_BQ, known), scale)
+        return masked_dense(q_BHQd, k, v, self.sees, rows_BQ, scale)
+
+
+@dataclass(frozen=True)
+class Full:
+    """A query sees all keys: a block that is drafted at once."""
+
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
+        k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
+        return F.scaled_dot_product_attention(q_BHQd, k, v, scale=scale)

@@ -85,7 +85,7 @@ def drafting(target: PreTrainedModel, draft: BaseDraft, num_tokens: int, stats: 
 
 
 def check_pair(target: PreTrainedModel, draft: BaseDraft) -> None:
-    """Raises `ForedraftError` unless the draft was made for a target of this shape."""
+    """Raises `ForedraftError` unless the draft was made for a target of this shape; a draft that uses its target's head gets it."""
     text = target.config.get_text_config()
     made = draft.config.foredraft["target"]
     differences = [
@@ -99,6 +99,8 @@ def check_pair(target: PreTrainedModel, draft: BaseDraft) -> None:
         )
     if describe_target(target.config)["fingerprint"] != made["fingerprint"]:
         warnings.warn("this draft was made for a target with another config; if acceptance is low, that is why", stacklevel=2)
+    if not draft.complete:
+        draft.take_head(target)
 
 
 class _AtEveryToken(StoppingCriteria):

@@ -163,7 +163,7 @@ class DraftTrainer(Trainer):
 
 
 def rates(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Sums of `soft_cross_entropy` as rates: `accuracy_1` .. `accuracy_K`, `cross_entropy`, `tau` (from α) and `tau_greedy`."""
+    """Sums of `cross_entropy` as rates: `accuracy_1` .. `accuracy_K`, `cross_entropy`, `tau` (from α) and `tau_greedy`."""
     counts = [max(n, 1.0) for n in sums["count"]]
     accuracy = [c / n for c, n in zip(sums["correct"], counts, strict=True)]
     acceptance = [a / n for a, n in zip(sums["accepted"], counts, strict=True)]

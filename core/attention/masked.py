@@ -1,0 +1,50 @@
+"""Attention under a mask function of indices: dense in chunks of queries, or by FlexAttention."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Entries of the mask alive at a time; scores are never held, but SDPA reads a mask as dense as they are.
+ENTRIES = 2**24
+
+
+def dense_mask(sees: Callable[..., Tensor], rows_BQ: Tensor, keys: int) -> Tensor:
+    """[B, 1, Q, K], True where the query may look."""
+    batch, key = (torch.arange(n, device=rows_BQ.device) for n in (len(rows_BQ), keys))
+    mask = sees(batch[:, None, None, None], torch.zeros_like(batch[:1]), rows_BQ[:, None, :, None], key)
+    return mask.expand(len(rows_BQ), 1, rows_BQ.shape[1], keys)
+
+
+def masked_dense(q_BHQd: Tensor, k_BHKd: Tensor, v_BHKd: Tensor, sees: Callable[..., Tensor], rows_BQ: Tensor, scale: float) -> Tensor:
+    """SDPA over chunks of queries."""
+    batch, keys = len(q_BHQd), k_BHKd.shape[2]
+    size = max(1, ENTRIES // (batch * keys))
+    parts = [
+        F.scaled_dot_product_attention(q, k_BHKd, v_BHKd, attn_mask=dense_mask(sees, rows, keys), scale=scale)
+        for q, rows in zip(q_BHQd.split(size, dim=2), rows_BQ.split(size, dim=1), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def masked_flex(q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, sees: Callable[..., Tensor], rows_BQ: Tensor, scale: float) -> Tensor:
+    """FlexAttention, whose kernels skip blocks of the mask that are empty; it has no backward on the CPU."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees(batch, head, rows_BQ[batch, query], key)
+
+    batch, queries, keys = len(q_BHQd), q_BHQd.shape[2], k_BhKd.shape[2]
+    block = create_block_mask(mask_mod, batch, None, queries, keys, device=q_BHQd.device)
+    out: Tensor = _flex(q_BHQd.is_cuda)(q_BHQd, k_BhKd, v_BhKd, block_mask=block, scale=scale, enable_gqa=True)
+    return out
+
+
+@cache
+def _flex(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention

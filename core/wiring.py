@@ -1,0 +1,106 @@
+"""How a draft's decoder layers take in the target's context: side by side with the embedding, or as extra keys and values."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention.geometry import Rotary, take_rows
+from .protocols import KeyValueCache, Layout, Pattern
+
+if TYPE_CHECKING:
+    from .draft import BaseDraft
+
+
+class DraftLayer(nn.Module):
+    """A decoder layer of the draft's family: norm, attention, norm, feed-forward."""
+
+    def __init__(self, draft: "BaseDraft", layer: int, input_size: int):
+        super().__init__()
+        width = draft.config.hidden_size
+        self.input_layernorm = draft.make_norm(width)
+        self.self_attn = draft.make_attention(layer, input_size)
+        self.post_attention_layernorm = draft.make_norm(width)
+        self.mlp = draft.make_mlp(layer)
+
+    def attend(
+        self, hidden_BQD: Tensor, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | None
+    ) -> Tensor:
+        """The layer's output [B, Q, D] for residual `hidden_BQD`: the inputs x give keys and values, those at `rows` are the queries."""
+        hidden_BQD = hidden_BQD + self.self_attn(x_BSX, rotary, pattern, cache, rows)
+        return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
+
+    def start_from(self, source: nn.Module) -> None:
+        """Copy the parameters of a target's layer whose names and shapes agree."""
+        theirs = dict(source.named_parameters())
+        for name, mine in self.named_parameters():
+            other = theirs.get(name)
+            if other is not None and other.shape == mine.shape:
+                mine.copy_(other)
+
+
+class FirstFusedLayer(DraftLayer):
+    """Reads embedding and context side by side, each under its own norm (EAGLE-3, figure 5)."""
+
+    def __init__(self, draft: "BaseDraft"):
+        super().__init__(draft, 0, 2 * draft.config.hidden_size)
+        self.hidden_norm = draft.make_norm(draft.config.hidden_size)
+
+    def start_from(self, source: nn.Module) -> None:
+        """Copy a target's layer: its input is the context half, and the embedding's half stays random."""
+        fresh = self.input_layernorm.weight.clone()
+        super().start_from(source)
+        self.input_layernorm.weight.copy_(fresh)
+        theirs = dict(source.named_parameters())
+        for name, mine in self.named_parameters():
+            other = theirs.get(name.replace("hidden_norm.", "input_layernorm."))
+            if other is None:
+                continue
+            if name.startswith("hidden_norm.") and other.shape == mine.shape:
+                mine.copy_(other)
+            elif mine.ndim == 2 and mine.shape == (other.shape[0], 2 * other.shape[-1]):
+                mine[:, other.shape[-1] :] = other
+
+
+class FusedLayers(nn.ModuleList):
+    """`fuse`: the first layer reads embedding and context side by side, those above are the family's own."""
+
+    def __init__(self, draft: "BaseDraft"):
+        width, count = draft.config.hidden_size, draft.config.num_hidden_layers
+        super().__init__(FirstFusedLayer(draft) if i == 0 else DraftLayer(draft, i, width) for i in range(count))
+
+    def forward(
+        self, embeds_BQD: Tensor, context_BQD: Tensor, rotary: Rotary, layout: Layout, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Un-normed output at `layout.rows`, [B, Q', D]; embedding and context are those of the same inputs."""
+        hidden_BQD = context_BQD
+        for i, layer in enumerate(self):
+            last = i == len(self) - 1  # the layers below it work on every input: the next one needs its keys and values
+            pattern, rows = (layout.pattern, layout.rows) if last else (layout.below or layout.pattern, None)
+            x = layer.input_layernorm(embeds_BQD if i == 0 else hidden_BQD)
+            if i == 0:
+                x = torch.cat([x, layer.hidden_norm(hidden_BQD)], dim=-1)
+            hidden_BQD = layer.attend(take_rows(hidden_BQD, rows), x, rotary, pattern, cache, rows)
+        return hidden_BQD if len(self) else take_rows(hidden_BQD, layout.rows)
+
+
+class PrefixLayers(nn.ModuleList):
+    """`prefix`: in every layer the context gives keys and values beside the embeddings' own; it is itself never a query (DFlash)."""
+
+    def __init__(self, draft: "BaseDraft"):
+        super().__init__(DraftLayer(draft, i, draft.config.hidden_size) for i in range(draft.config.num_hidden_layers))
+
+    def forward(
+        self, embeds_BQD: Tensor, context_BSD: Tensor, rotary: Rotary, layout: Layout, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Un-normed output of all Q embeddings, [B, Q, D]. The inputs are the context's S, then the embeddings' Q."""
+        context, hidden_BQD = context_BSD.shape[1], embeds_BQD
+        inputs = torch.arange(context + embeds_BQD.shape[1], device=embeds_BQD.device)
+        rows_BQ = inputs[context:].expand(len(embeds_BQD), -1)
+        for layer in self:
+            x_BSD = torch.cat([context_BSD, layer.input_layernorm(hidden_BQD)], dim=1)
+            hidden_BQD = layer.attend(hidden_BQD, x_BSD, rotary, layout.pattern, cache, rows_BQ)
+        return hidden_BQD
+
+
+WIRINGS: dict[str, Any] = {"fuse": FusedLayers, "prefix": PrefixLayers}
