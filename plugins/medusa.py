@@ -1,0 +1,114 @@
+"""Medusa: one small head per position to draft, all reading the target's features at once. arXiv:2401.10774."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from foredraft import AlgorithmBase, DraftSpec, hookimpl
+from foredraft.fused_loss import fused_cross_entropy
+from foredraft.losses import Teacher, step_weights
+from foredraft.protocols import Batch, Choose, Frozen, Step
+
+if TYPE_CHECKING:
+    from foredraft import BaseDraft, Signal
+
+
+class ResidualHead(nn.Module):
+    """x + SiLU(W x), with W = 0 at first: a fresh head is the identity (section 2.1.1)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, width))
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """[N, D]."""
+        return x_ND + F.silu(F.linear(x_ND, self.weight))
+
+
+class Medusa(AlgorithmBase):
+    """Head k at slot t reads the target's features after x_t and predicts x_{t+2+k}; no head sees what another one drafted.
+
+    Where the paper's heads read the target's last hidden state and own a vocabulary head each, these read fused aux states and share one.
+    """
+
+    name = "medusa"
+    summary = "one head per drafted position on the target's features; no attention"
+
+    class Options(Frozen):
+        """Options of Medusa."""
+
+        num_heads: int = Field(4, ge=1, description="positions drafted, a head each")
+        num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
+        head_decay: float = Field(0.8, gt=0, le=1, description="weight of each head relative to the one before (the paper's λ_k)")
+
+    @property
+    def spec(self) -> DraftSpec:
+        """No decoder layer at all."""
+        return DraftSpec(num_layers=0, num_aux=self.options.num_aux, architecture="MedusaDraftModel")
+
+    def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
+        """The heads."""
+        return {"heads": nn.ModuleList(ResidualHead(config.hidden_size) for _ in range(self.options.num_heads))}
+
+    def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
+        """Per head k, `slots[k]` [N_k] in the flattened [B·S]: those with x_{t+1} .. x_{t+2+k} in one span of x_t's document."""
+        spans_BS, documents_BS = batch["spans"], batch["documents"]
+        length = spans_BS.shape[1]
+        slots = []
+        for k in range(self.options.num_heads):
+            count = max(0, length - 2 - k)
+            first, last = spans_BS[:, 1 : 1 + count], spans_BS[:, 2 + k :]
+            row, slot = ((first >= 0) & (first == last) & (documents_BS[:, :count] == documents_BS[:, 1 : 1 + count])).nonzero().unbind(1)
+            slots.append(row * length + slot)
+        teacher_rows, inverse = torch.cat([s + 1 + k for k, s in enumerate(slots)]).unique(return_inverse=True)
+        counts = [len(s) for s in slots]
+        return {"slots": slots, "teachers": list(inverse.split(counts)), "teacher_rows": teacher_rows, "counts": torch.tensor(counts)}
+
+    def loss(self, draft: "BaseDraft", batch: Batch, signal: "Signal", counts: Tensor) -> Step:
+        """Σ λ_k L_k / Σ λ_k, L_k the mean soft cross-entropy of head k (equation 1)."""
+        heads: Any = draft.heads
+        features_ND = draft.project_hidden_states(signal.aux_BSA).flatten(0, 1)
+        shares = step_weights(len(heads), self.options.head_decay)
+        return fused_cross_entropy(
+            [head(features_ND[slots]) for head, slots in zip(heads, batch["slots"], strict=True)],
+            draft.compute_logits,
+            draft.head_parameters(),
+            Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
+            batch["teachers"],
+            [(share / n.clamp(min=1)).expand(len(slots)) for share, n, slots in zip(shares, counts, batch["slots"], strict=True)],
+            draft.draft_ids,
+        )
+
+    def drafter(self, draft: "BaseDraft") -> "MedusaDrafter":
+        """Drafts a token per head, all from the newest features."""
+        return MedusaDrafter(draft)
+
+
+class MedusaDrafter:
+    """Keeps nothing: the newest features say it all."""
+
+    def __init__(self, draft: "BaseDraft"):
+        self.draft: Any = draft
+
+    def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
+        """See `foredraft.protocols.Drafter`; never more tokens than there are heads."""
+        features_1D = self.draft.project_hidden_states(aux_1NA[:, -1])
+        tokens: list[int] = []
+        scores: list[Tensor] = []
+        for head in self.draft.heads[:limit]:
+            chosen = choose(self.draft.compute_logits(head(features_1D))[0], tokens)
+            if chosen is None:
+                break
+            tokens.append(chosen[0])
+            scores += [chosen[1]] if chosen[1] is not None else []
+        return tokens, scores
+
+
+@hookimpl
+def foredraft_algorithms() -> list[type[Any]]:
+    """The algorithms of this file."""
+    return [Medusa]
