@@ -9,11 +9,12 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
-from foredraft.attention import Causal, DecodingCache, Unrolled, UnrolledCache
+from foredraft.attention import Causal, Unrolled, UnrolledCache
 from foredraft.config import eagle_fields
+from foredraft.decoding import AutoregressiveDrafter
 from foredraft.fused_loss import fused_cross_entropy
 from foredraft.losses import Teacher, step_weights
-from foredraft.protocols import Batch, Choose, Frozen, Layout, Step
+from foredraft.protocols import Batch, Frozen, Layout, Step
 
 if TYPE_CHECKING:
     from foredraft import BaseDraft, Signal
@@ -115,9 +116,9 @@ class Eagle3(AlgorithmBase):
             states.append(hidden_BQD)
         return states
 
-    def drafter(self, draft: "BaseDraft") -> "ChainDrafter":
-        """Drafts a chain, one token per forward."""
-        return ChainDrafter(draft)
+    def drafter(self, draft: "BaseDraft") -> AutoregressiveDrafter:
+        """Drafts chains and trees, a depth per forward."""
+        return AutoregressiveDrafter(draft)
 
 
 class Eagle31(Eagle3):
@@ -131,38 +132,6 @@ class Eagle31(Eagle3):
 
         fc_norm: bool = Field(True, description="norm each aux chunk before fc")
         norm_output: bool = Field(True, description="feed back the post-norm state")
-
-
-class ChainDrafter:
-    """Keeps the keys and values of confirmed slots; drafted ones are recomputed from the target's features once accepted."""
-
-    def __init__(self, draft: "BaseDraft"):
-        self.draft, self.cache, self.confirmed = draft, DecodingCache(), 0
-
-    def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
-        """See `foredraft.protocols.Drafter`."""
-        draft, start = self.draft, self.confirmed
-        self.confirmed = start + aux_1NA.shape[1]
-        self.cache.crop(start)
-        positions = torch.arange(start, self.confirmed, device=ids.device)[None]
-        embeds = draft.embed_input_ids(ids[None, start + 1 : self.confirmed + 1])
-        rows = torch.tensor([[aux_1NA.shape[1] - 1]], device=ids.device)
-        context = draft.project_hidden_states(aux_1NA)
-        hidden_11D = draft.backbone(embeds, context, Layout(positions, Causal(), rows, below=Causal()), self.cache)
-        tokens: list[int] = []
-        scores: list[Tensor] = []
-        while True:
-            chosen = choose(draft.compute_logits(hidden_11D)[0, 0], tokens)
-            if chosen is None:
-                return tokens, scores
-            token, logits_V = chosen
-            tokens.append(token)
-            scores += [logits_V] if logits_V is not None else []
-            if len(tokens) == limit:
-                return tokens, scores
-            positions = positions[:, -1:] + 1
-            embeds = draft.embed_input_ids(torch.tensor([[token]], device=ids.device))
-            hidden_11D = draft.backbone(embeds, hidden_11D, Layout(positions, Causal()), self.cache)
 
 
 @hookimpl

@@ -1,7 +1,9 @@
 """Decoding with a draft inside transformers, and measuring it."""
 
+from .autoregressive import AutoregressiveDrafter
 from .evaluate import evaluate, load_prompts
 from .generate import drafting, generate
 from .stats import DraftingStats
+from .tree import TreeShape
 
-__all__ = ["DraftingStats", "drafting", "evaluate", "generate", "load_prompts"]
+__all__ = ["AutoregressiveDrafter", "DraftingStats", "TreeShape", "drafting", "evaluate", "generate", "load_prompts"]

@@ -9,6 +9,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..draft import BaseDraft
 from ..errors import ForedraftError
+from ..protocols import Drafter
 from ..target import AuxCapture
 from .stats import DraftingStats
 
@@ -28,12 +29,10 @@ class DraftCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None,
         stats: DraftingStats,
     ):
-        if draft.algorithm is None:
-            raise ForedraftError("this draft has no algorithm to draft with: load it with auto_draft(...)")
         self.draft, self.captured, self.num_tokens, self.stats = draft, captured, num_tokens, stats
         self.do_sample, self.max_length = generation_config.do_sample, generation_config.max_length
         self.processors = logits_processor or LogitsProcessorList()
-        self.drafter = draft.algorithm.drafter(draft)
+        self.drafter = drafter_of(draft)
         self.draft_ids = draft.draft_ids
         self.known, self.prefilled = 0, False
 
@@ -64,13 +63,24 @@ class DraftCandidateGenerator(CandidateGenerator):
     def _choose(self, ids_L: Tensor, logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor | None] | None:
         if not self.do_sample and not self.processors:
             return int(self.draft_ids[logits_W.argmax()]), None
-        # Probabilities live in the target's vocabulary: what the draft cannot name has none.
-        logits_V = logits_W.new_full((self.draft.config.vocab_size,), float("-inf"), dtype=torch.float32)
-        logits_V[self.draft_ids] = logits_W.float()
-        so_far = torch.cat([ids_L, torch.tensor(drafted, dtype=ids_L.dtype, device=ids_L.device)])
-        logits_V = self.processors(so_far[None], logits_V[None])[0]
+        so_far_L = torch.cat([ids_L, torch.tensor(drafted, dtype=ids_L.dtype, device=ids_L.device)])
+        logits_V = processed(self.processors, so_far_L, logits_W, self.draft_ids, self.draft.config.vocab_size)
         if not bool(torch.isfinite(logits_V).any()):
             return None
         if not self.do_sample:
             return int(logits_V.argmax()), None
         return int(torch.multinomial(logits_V.softmax(-1), 1)), logits_V
+
+
+def drafter_of(draft: BaseDraft) -> Drafter:
+    """A fresh drafter of the draft's algorithm. Raises `ForedraftError` if it has none."""
+    if draft.algorithm is None:
+        raise ForedraftError("this draft has no algorithm to draft with: load it with auto_draft(...)")
+    return draft.algorithm.drafter(draft)
+
+
+def processed(processors: LogitsProcessorList, ids_L: Tensor, logits_W: Tensor, draft_ids_W: Tensor, vocab_size: int) -> Tensor:
+    """Draft logits after the text `ids_L` as the generation settings have them, [V]: -inf for what the draft cannot name."""
+    logits_V = logits_W.new_full((vocab_size,), float("-inf"), dtype=torch.float32)
+    logits_V[draft_ids_W] = logits_W.float()
+    return processors(ids_L[None], logits_V[None])[0]

@@ -17,6 +17,8 @@ from ..errors import ForedraftError
 from ..target import AuxCapture
 from .candidates import DraftCandidateGenerator
 from .stats import DraftingStats
+from .tree import TreeShape
+from .verification import TreeDecoding
 
 
 def generate(
@@ -25,6 +27,7 @@ def generate(
     input_ids: Tensor,
     *,
     num_draft_tokens: int = 4,
+    tree: TreeShape | None = None,
     stats: DraftingStats | None = None,
     stopping_criteria: StoppingCriteriaList | list[StoppingCriteria] | None = None,
     stop_strings: str | list[str] | None = None,
@@ -35,9 +38,11 @@ def generate(
 
     Takes the arguments of transformers' assisted generation: streamer, logits processors, sampling, stopping criteria and
     `stop_strings` (asked at every token, as without a draft); no beams, batches, padding or filled caches.
-    `num_draft_tokens` are drafted per pass of the target; `stats` collects what was accepted.
+    `num_draft_tokens` are drafted per pass of the target, as a chain; with `tree`, a tree of that shape in their place.
+    `stats` collects what was accepted.
 
-    Raises `ForedraftError` if the draft was made for a target of another shape, or for what is not supported.
+    Raises `ForedraftError` if the draft was made for a target of another shape, or for what is not supported: trees need an
+    algorithm that drafts them, and a target with plain attention (eager or SDPA, no sliding windows or recurrent states).
     """
     check_pair(target, draft)
     if input_ids.shape[0] != 1:
@@ -59,6 +64,10 @@ def generate(
         if tokenizer is None:
             raise ForedraftError("stop_strings need the tokenizer: generate(..., stop_strings=..., tokenizer=tokenizer)")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    if tree is not None:
+        with AuxCapture(target, draft.config.aux_layers) as captured:
+            decode = TreeDecoding(draft, captured, tree, stats, streamer)
+            return target.generate(input_ids, custom_generate=decode, stopping_criteria=criteria, streamer=streamer, **kwargs)
     stopper = _AtEveryToken(criteria, input_ids.shape[1], streamer) if criteria else None
     if stopper is not None:
         kwargs["stopping_criteria"] = StoppingCriteriaList([stopper])

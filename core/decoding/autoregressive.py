@@ -1,0 +1,102 @@
+"""The drafter of autoregressive algorithms: one forward per drafted token of a chain, or per depth of a tree."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..attention import Causal, DecodingCache
+from ..attention.patterns import expand_heads
+from ..draft import BaseDraft
+from ..protocols import Choose, Layout
+from .tree import DraftTree, Rank, TreeShape
+
+
+class AutoregressiveDrafter:
+    """Feeds the draft its own state and token (EAGLE). An algorithm returns it from `drafter(draft)`.
+
+    Keeps the keys and values of confirmed slots; drafted ones are recomputed from the target's features once accepted.
+    """
+
+    def __init__(self, draft: BaseDraft):
+        self.draft, self.cache, self.confirmed = draft, DecodingCache(), 0
+
+    def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
+        """A chain; see `foredraft.protocols.Drafter`."""
+        hidden_11D = self._confirm(ids, aux_1NA)
+        tokens: list[int] = []
+        scores: list[Tensor] = []
+        while True:
+            chosen = choose(self.draft.compute_logits(hidden_11D)[0, 0], tokens)
+            if chosen is None:
+                return tokens, scores
+            token, logits_V = chosen
+            tokens.append(token)
+            scores += [logits_V] if logits_V is not None else []
+            if len(tokens) == limit:
+                return tokens, scores
+            visible = torch.ones(1, len(tokens), dtype=torch.bool, device=ids.device)
+            hidden_11D = self._draft(torch.tensor([token], device=ids.device), hidden_11D, visible)
+
+    def propose_tree(self, ids: Tensor, aux_1NA: Tensor, shape: TreeShape, rank: Rank) -> DraftTree:
+        """A tree; see `foredraft.decoding.tree.TreeDrafter`. Each depth is one forward over the nodes expanded there (F of them)."""
+        hidden_1FD = self._confirm(ids, aux_1NA)
+        paths_FK = ids.new_empty(1, 0)
+        value_F = torch.zeros(1, device=ids.device)  # log-probability of the path
+        node_F = torch.full((1,), -1, device=ids.device)  # index among all candidates; -1 is the root
+        visible_FE = torch.ones(1, 0, dtype=torch.bool, device=ids.device)  # own ancestors among the E nodes expanded so far
+        tokens, parents, values = [], [], []
+        known = 0
+        for depth in range(shape.depth):
+            if depth:
+                hidden_1FD = self._draft(paths_FK[:, -1], hidden_1FD, visible_FE)
+            ids_Fk, log_p_Fk = rank(self.draft.compute_logits(hidden_1FD)[0], paths_FK, shape.top_k)
+            value_Fk = value_F[:, None] + log_p_Fk
+            tokens.append(ids_Fk.flatten())
+            parents.append(node_F.repeat_interleave(ids_Fk.shape[1]))
+            values.append(value_Fk.flatten())
+            value_F, best_F = values[-1].topk(min(shape.top_k, value_Fk.numel()))
+            parent_F = best_F // ids_Fk.shape[1]
+            paths_FK = torch.cat([paths_FK[parent_F], tokens[-1][best_F, None]], dim=1)
+            itself_FF = torch.eye(len(best_F), dtype=torch.bool, device=ids.device)
+            visible_FE = torch.cat([visible_FE[parent_F], itself_FF], dim=1)
+            hidden_1FD = hidden_1FD[:, parent_F]
+            node_F = known + best_F
+            known += value_Fk.numel()
+        return DraftTree.ranked(torch.cat(tokens), torch.cat(parents), torch.cat(values), shape.num_nodes)
+
+    def _confirm(self, ids: Tensor, aux_1NA: Tensor) -> Tensor:
+        """Read the tokens accepted since the last call; the state [1, 1, D] that the first drafted token follows from."""
+        draft, start = self.draft, self.confirmed
+        self.confirmed = start + aux_1NA.shape[1]
+        self.cache.crop(start)
+        positions = torch.arange(start, self.confirmed, device=ids.device)[None]
+        embeds = draft.embed_input_ids(ids[None, start + 1 : self.confirmed + 1])
+        rows = torch.tensor([[aux_1NA.shape[1] - 1]], device=ids.device)
+        context = draft.project_hidden_states(aux_1NA)
+        return draft.backbone(embeds, context, Layout(positions, Causal(), rows, below=Causal()), self.cache)
+
+    def _draft(self, ids_F: Tensor, hidden_1FD: Tensor, visible_FE: Tensor) -> Tensor:
+        """Feed drafted tokens of one depth, each with its parent's state; their own, [1, F, D].
+
+        They see what is confirmed and, of the E entries drafted since (theirs included), what `visible_FE` says.
+        """
+        depth_F = visible_FE.sum(-1)
+        positions = self.confirmed - 1 + depth_F[None]
+        pattern = Ancestors(F.pad(visible_FE, (self.confirmed, 0), value=True))
+        return self.draft.backbone(self.draft.embed_input_ids(ids_F[None]), hidden_1FD, Layout(positions, pattern), self.cache)
+
+
+@dataclass(frozen=True)
+class Ancestors:
+    """The pattern of a tree: each query sees the keys that its row of the mask names."""
+
+    visible: Tensor
+    """[Q, K], True where a query may look."""
+
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """Attention over the one entry of `keys` and `values`; see `foredraft.protocols.Pattern.attend`."""
+        k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
+        return F.scaled_dot_product_attention(q_BHQd, k, v, attn_mask=self.visible, scale=scale)
