@@ -50,6 +50,13 @@ class DraftSpec(Frozen):
 class Pattern(Protocol):
     """Who attends to whom. Knows nothing of architectures."""
 
+    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+        """Who sees whom, spelt out: True where a query may look at a key, [B, Q, K].
+
+        `entries` are the lengths of the keys' entries, whose keys stand side by side. For tests and pictures.
+        """
+        ...
+
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
         """Attention output [B, H, Q, d]. `keys` and `values` are what the cache returned, oldest first, each [B, H, K, d]."""
         ...

@@ -242,3 +242,30 @@ class TestMasked:
         (q, k, v), _, _ = self.case(rows=True)
         everything = Masked(lambda b, h, q, k: (q >= 0) & (k >= 0), backend="eager")
         torch.testing.assert_close(Full().attend(q, [k], [v], 0.3), everything.attend(q, [k], [v], 0.3))
+
+
+def attend_where(visible_BQK: Tensor, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Plain softmax attention over all keys side by side, under a mask that is spelt out."""
+    k, v = (torch.cat(list(entries), dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1) for entries in (keys, values))
+    scores = (q_BHQd @ k.transpose(-1, -2) * SCALE).masked_fill(~visible_BQK[:, None], float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("entries", [[9], [9, 6, 6]])
+@pytest.mark.parametrize("name", ["Causal", "Unrolled", "Masked", "Full"])
+def test_every_pattern_attends_where_it_says(name: str, entries: list[int]) -> None:
+    """`visible`, which pictures are drawn from, is what `attend` does."""
+    patterns: dict[str, Any] = {
+        "Causal": Causal(DOCUMENTS, SLOTS),
+        "Unrolled": Unrolled(DOCUMENTS, SLOTS),
+        "Masked": Masked(lambda b, h, q, k: (q - k).abs() + b < 3, SLOTS),
+        "Full": Full(),
+    }
+    if name != "Unrolled":
+        entries = entries[:1]
+    torch.manual_seed(0)
+    q = torch.randn(2, HEADS, 6, DIM)
+    keys, values = ([torch.randn(2, KV_HEADS, n, DIM) for n in entries] for _ in range(2))
+    visible = patterns[name].visible(2, 6, entries)
+    assert visible.shape == (2, 6, sum(entries))
+    assert_close(patterns[name].attend(q, keys, values, SCALE), attend_where(visible, q, keys, values))

@@ -15,7 +15,7 @@ from .unrolled import unrolled_eager, unrolled_flash
 Backend = Literal["auto", "eager", "flex"]
 
 
-def causal_mask(documents_BS: Tensor | None, rows_BQ: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+def causal_mask(documents_BS: Tensor | None, rows_BQ: Tensor | None, queries: int, keys: int, device: torch.device | None) -> Tensor:
     """Boolean mask, True where a query may look: earlier or same position, same document. [B or 1, 1, Q, K].
 
     Queries are the inputs `rows_BQ`, or, without rows, the last `queries` of the `keys` positions.
@@ -44,6 +44,11 @@ class Causal:
     rows: Tensor | None = None
     """[B, Q] positions of the queries; None: the last Q."""
     backend: Backend = "auto"
+
+    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+        """See `Pattern.visible`."""
+        device = self.documents.device if self.documents is not None else None
+        return causal_mask(self.documents, self.rows, queries, entries[0], device)[:, 0].expand(batch, -1, -1)
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
@@ -75,6 +80,11 @@ class Unrolled:
         """[B, 1, Q, S], True where a query may look at step 0's keys."""
         return causal_mask(self.documents, self.rows, self.rows.shape[1], self.documents.shape[1], self.documents.device)
 
+    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+        """See `Pattern.visible`."""
+        own_BQQ = torch.eye(queries, dtype=torch.bool, device=self.rows.device).expand(batch, -1, -1)
+        return torch.cat([self.mask[:, 0]] + [own_BQQ] * (len(entries) - 1), dim=-1)
+
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
         """Attention over `keys[0]` [B, H, S, d] and the same-slot entries `keys[1:]` [B, H, Q, d]; see `Pattern.attend`."""
         heads = q_BHQd.shape[1]
@@ -101,22 +111,32 @@ class Masked:
     """[B, Q] inputs that are queries; None: the last Q."""
     backend: Backend = "auto"
 
+    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+        """See `Pattern.visible`."""
+        return dense_mask(self.sees, self._rows(queries, entries[0], None).expand(batch, -1), entries[0])[:, 0]
+
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
         k, v = keys[0], values[0]
-        queries, known = q_BHQd.shape[2], k.shape[2]
-        rows_BQ = self.rows if self.rows is not None else torch.arange(known - queries, known, device=q_BHQd.device).expand(len(q_BHQd), -1)
+        rows_BQ = self._rows(q_BHQd.shape[2], k.shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
         if self.backend == "flex" or (self.backend == "auto" and q_BHQd.device.type == "cuda"):
             return masked_flex(q_BHQd, k, v, self.sees, rows_BQ, scale)
         k, v = expand_heads(k, q_BHQd.shape[1]), expand_heads(v, q_BHQd.shape[1])
         if self.backend == "eager":
-            return unrolled_eager(q_BHQd, [k], [v], dense_mask(self.sees, rows_BQ, known), scale)
+            return unrolled_eager(q_BHQd, [k], [v], dense_mask(self.sees, rows_BQ, k.shape[2]), scale)
         return masked_dense(q_BHQd, k, v, self.sees, rows_BQ, scale)
+
+    def _rows(self, queries: int, keys: int, device: torch.device | None) -> Tensor:
+        return self.rows if self.rows is not None else torch.arange(keys - queries, keys, device=device)[None]
 
 
 @dataclass(frozen=True)
 class Full:
     """A query sees all keys: a block that is drafted at once."""
+
+    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+        """See `Pattern.visible`."""
+        return torch.ones(batch, queries, entries[0], dtype=torch.bool)
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""

@@ -190,6 +190,14 @@ def _load(source: str, data: DataConfig) -> Conversations:
     return Conversations(Conversations.load(source, data.split)[: data.limit], source)
 
 
+def parse_options(overrides: Sequence[str]) -> dict[str, Any]:
+    """`key=value` texts as a dict: dotted keys, YAML values. Raises `ForedraftError` naming the one that is neither."""
+    fields: dict[str, Any] = {}
+    for override in overrides:
+        _override(fields, override)
+    return fields
+
+
 def _override(fields: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator:
