@@ -10,12 +10,17 @@ import typer
 from ..errors import ForedraftError
 from .common import DraftOption, DraftTokensOption, DtypeOption, TargetOption, load_draft_for, load_target
 
+TreeOption = Annotated[
+    str | None, typer.Option("--tree", metavar="DEPTH,TOP_K,NODES", help="draft trees of this shape instead of chains, such as 5,8,32")
+]
+
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="what to ask")],
     target: TargetOption,
     draft: DraftOption,
     num_draft_tokens: DraftTokensOption = 4,
+    tree: TreeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
     dtype: DtypeOption = "auto",
@@ -23,10 +28,11 @@ def generate(
     """Stream an answer, drafted and verified, then print τ and tokens per second."""
     from transformers import TextStreamer
 
-    from ..decoding import DraftingStats
+    from ..decoding import DraftingStats, TreeShape
     from ..decoding import generate as run
     from ..decoding.evaluate import encode
 
+    shape = TreeShape.parse(tree) if tree else None
     model, tokenizer = load_target(target, dtype)
     drafter = load_draft_for(draft, model)
     ids = encode(tokenizer, [{"role": "user", "content": prompt}], model.device)
@@ -38,6 +44,7 @@ def generate(
         drafter,
         ids,
         num_draft_tokens=num_draft_tokens,
+        tree=shape,
         stats=stats,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         max_new_tokens=max_new_tokens,
@@ -45,11 +52,9 @@ def generate(
         **sampling,
     )
     seconds, tokens = time.perf_counter() - start, out.shape[1] - ids.shape[1]
+    drafted = f"{shape}, {shape.num_nodes} nodes" if shape else f"chain of {num_draft_tokens}"
     acceptance = " ".join(f"{a:.2f}" for a in stats.acceptance)
-    print(
-        f"\nτ {stats.tau:.2f} (chain of {num_draft_tokens}), accepted per position: {acceptance}; "
-        f"{tokens / seconds:.1f} tokens/s ({model.dtype})"
-    )
+    print(f"\nτ {stats.tau:.2f} ({drafted}), accepted per position: {acceptance}; {tokens / seconds:.1f} tokens/s ({model.dtype})")
 
 
 def evaluate(
@@ -57,6 +62,7 @@ def evaluate(
     draft: DraftOption,
     prompts: Annotated[list[Path], typer.Option(help="JSONL with prompt, turns (the first is asked) or messages; may be given again")],
     num_draft_tokens: DraftTokensOption = 4,
+    tree: TreeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first so many prompts")] = None,
@@ -71,13 +77,14 @@ def evaluate(
 
     from ..checkpoint import record as note
     from ..checkpoint import write_text
+    from ..decoding import TreeShape, load_prompts
     from ..decoding import evaluate as run
-    from ..decoding import load_prompts
     from ..decoding.report import demand_identical, plot_acceptance, table
 
     questions = {file.stem: load_prompts(file, limit) for file in prompts}
     if len(questions) < len(prompts):
         raise ForedraftError(f"prompt files are told apart by their names, found {', '.join(str(file) for file in prompts)}")
+    shape = TreeShape.parse(tree) if tree else None
     model, tokenizer = load_target(target, dtype)
     drafter = load_draft_for(draft, model)
     console = Console()
@@ -91,6 +98,7 @@ def evaluate(
                 tokenizer,
                 asked,
                 num_draft_tokens=num_draft_tokens,
+                tree=shape,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 baseline=baseline,

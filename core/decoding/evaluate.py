@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..draft import BaseDraft
 from ..errors import ForedraftError
 from .generate import generate
 from .stats import DraftingStats
+from .tree import TreeShape
 
 Prompt = list[dict[str, Any]]
 
@@ -26,7 +28,7 @@ class Evaluation:
 
     tau: float
     acceptance: list[float]
-    """Share of drafts accepted at position 1, 2, ..."""
+    """Share of drafts accepted at position 1, 2, ...; of trees, at that depth."""
     prompts: int
     emitted: int
     """Tokens generated with the draft, the one that prefill emits included."""
@@ -104,6 +106,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     *,
     num_draft_tokens: int = 4,
+    tree: TreeShape | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     baseline: bool = True,
@@ -112,7 +115,8 @@ def evaluate(
 ) -> Evaluation:
     """Generate for every prompt with the draft and, with `baseline`, without it, in turn, so that both meet the same machine.
 
-    τ is micro-averaged over all prompts. `temperature` 0 is greedy; `progress`, if given, is called after each prompt.
+    With `tree`, trees of that shape are drafted in place of chains. τ is micro-averaged over all prompts. `temperature` 0 is
+    greedy; `progress`, if given, is called after each prompt.
     """
     if not prompts:
         raise ForedraftError("there are no prompts to evaluate on")
@@ -124,14 +128,15 @@ def evaluate(
     seconds = {"drafted": 0.0, "plain": 0.0}
     tokens = {"drafted": 0, "plain": 0}
     different = []
+    drafting = partial(generate, target, draft, num_draft_tokens=num_draft_tokens, tree=tree)
     warm = encode(tokenizer, prompts[0], target.device)
-    generate(target, draft, warm, num_draft_tokens=num_draft_tokens, **{**settings, "max_new_tokens": 8})
+    drafting(input_ids=warm, **{**settings, "max_new_tokens": 8})
     target.generate(warm, **{**settings, "max_new_tokens": 8})
     for number, prompt in enumerate(prompts):
         ids = encode(tokenizer, prompt, target.device)
         torch.manual_seed(seed + number)
         start = time.perf_counter()
-        drafted = generate(target, draft, ids, num_draft_tokens=num_draft_tokens, stats=stats, **settings)
+        drafted = drafting(input_ids=ids, stats=stats, **settings)
         seconds["drafted"] += time.perf_counter() - start
         tokens["drafted"] += drafted.shape[1] - ids.shape[1]
         if baseline:
@@ -153,8 +158,8 @@ def evaluate(
         identical=len(prompts) - len(different) if baseline and not temperature else None,
         different=different,
         settings={
-            "shape": "chain",
-            "num_draft_tokens": num_draft_tokens,
+            "shape": str(tree or "chain"),
+            "num_draft_tokens": tree.num_nodes if tree else num_draft_tokens,
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "dtype": str(target.dtype).removeprefix("torch."),

@@ -42,18 +42,19 @@ def table(results: Mapping[str, Evaluation]) -> "Table":
 
 
 def plot_acceptance(results: Mapping[str, Evaluation], file: str | Path) -> None:
-    """Acceptance per drafted position, a line per prompt set, into a PNG."""
+    """Acceptance per drafted position (of a tree: depth), a line per prompt set, into a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    shape = next(iter(results.values())).settings["shape"]
     figure, axis = plt.subplots(figsize=(6, 4), constrained_layout=True)
     for name, r in results.items():
         positions = range(1, len(r.acceptance) + 1)
         axis.plot(positions, r.acceptance, "o-", label=f"{name}: τ {r.tau:.2f}")
         axis.set_xticks(list(positions))
-    axis.set(xlabel="drafted position", ylabel="share of drafts accepted up to here", ylim=(0, 1), title="acceptance per position")
+    axis.set(xlabel="drafted position", ylabel="share of drafts accepted up to here", ylim=(0, 1), title=f"acceptance, {shape}")
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(file, dpi=110)

@@ -15,12 +15,12 @@ class DraftingStats:
     passes: int = 0
     """The target's passes after prefill."""
     drafted: list[int] = field(default_factory=list)
-    """How often position i (from 0) was drafted."""
+    """How often position i (from 0) was drafted; of trees, how often one might have been that deep."""
     accepted: list[int] = field(default_factory=list)
     """How often it was accepted."""
 
     def add(self, drafted: int, accepted: int) -> None:
-        """One verification: so many drafted, so many of them accepted."""
+        """One verification: so many drafted (of a tree, the depth it might have), so many of them accepted."""
         self.emitted += accepted + 1
         self.passes += 1
         for counts, count in ((self.drafted, drafted), (self.accepted, accepted)):

@@ -49,19 +49,20 @@ class TreeDecoding:
         self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
         self.ids, self.scores, self.logits, self.hidden = input_ids, [], [], []
         cache = model_kwargs["past_key_values"]
-        tree, past = DraftTree([], []), 0
+        tree, past, depth = DraftTree([], []), 0, 0
         outputs = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs))
         aux_1NA = self.captured.aux_BSA
         while True:
             rows, finished = self._follow(tree, outputs, whole=past == 0)
             if past:
                 keep_rows(cache, past, rows)
-                self.stats.add(int(tree.depths.max()), len(rows) - 1)
+                self.stats.add(depth, len(rows) - 1)
                 aux_1NA = self.captured.aux_BSA[:, rows]
             if finished:
                 break
             past = cache.get_seq_length()
-            tree = self._propose(aux_1NA)
+            depth = max(0, min(self.shape.depth, generation_config.max_length - self.ids.shape[1] - 1))
+            tree = self._propose(aux_1NA, depth)
             outputs = self._verify(model, cache, tree, past)
         if self.streamer is not None:
             self.streamer.end()
@@ -75,11 +76,10 @@ class TreeDecoding:
             past_key_values=cache,
         )
 
-    def _propose(self, aux_1NA: Tensor) -> DraftTree:
-        limit = self.config.max_length - self.ids.shape[1] - 1
-        if limit <= 0:
+    def _propose(self, aux_1NA: Tensor, depth: int) -> DraftTree:
+        if depth == 0:
             return DraftTree([], [])
-        shape = self.shape.model_copy(update={"depth": min(self.shape.depth, limit)})
+        shape = self.shape.model_copy(update={"depth": depth})
         return self.drafter.propose_tree(self.ids[0].to(self.draft.device), aux_1NA.to(self.draft.device), shape, self._rank)
 
     def _rank(self, logits_NW: Tensor, drafted_NK: Tensor, count: int) -> tuple[Tensor, Tensor]:
