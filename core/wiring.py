@@ -1,5 +1,6 @@
 """How a draft's decoder layers take in the target's context: side by side with the embedding, or as extra keys and values."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +31,9 @@ class DraftLayer(nn.Module):
         hidden_BQD = hidden_BQD + self.self_attn(x_BSX, rotary, pattern, cache, rows)
         return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
 
-    def start_from(self, source: nn.Module) -> None:
-        """Copy the parameters of a target's layer whose names and shapes agree."""
-        theirs = dict(source.named_parameters())
-        for name, mine in self.named_parameters():
+    def start_from(self, theirs: Mapping[str, Tensor]) -> None:
+        """Copy those weights of a target's layer (`BaseDraft.weights_of`) whose names and shapes agree."""
+        for name, mine in self.state_dict().items():
             other = theirs.get(name)
             if other is not None and other.shape == mine.shape:
                 mine.copy_(other)
@@ -46,13 +46,12 @@ class FirstFusedLayer(DraftLayer):
         super().__init__(draft, 0, 2 * draft.config.hidden_size)
         self.hidden_norm = draft.make_norm(draft.config.hidden_size)
 
-    def start_from(self, source: nn.Module) -> None:
+    def start_from(self, theirs: Mapping[str, Tensor]) -> None:
         """Copy a target's layer: its input is the context half, and the embedding's half stays random."""
         fresh = self.input_layernorm.weight.clone()
-        super().start_from(source)
+        super().start_from(theirs)
         self.input_layernorm.weight.copy_(fresh)
-        theirs = dict(source.named_parameters())
-        for name, mine in self.named_parameters():
+        for name, mine in self.state_dict().items():
             other = theirs.get(name.replace("hidden_norm.", "input_layernorm."))
             if other is None:
                 continue

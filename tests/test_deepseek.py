@@ -1,0 +1,373 @@
+"""Latent-attention drafts on tiny random DeepSeek targets: training, packing, files, decoding, and the balance of experts."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import gradients, tiny_batch, tiny_document, tiny_rows, tiny_signal
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, Kimi_K25Config, PretrainedConfig
+
+from foredraft import ForedraftError, Registry, auto_draft, generate
+from foredraft.adapters import deepseek_v3
+from foredraft.attention import Causal
+from foredraft.checkpoint import load_draft, save_draft
+from foredraft.plugins import eagle3
+from foredraft.protocols import Layout
+
+REGISTRY = Registry(entry_points=[])
+REGISTRY.register(eagle3)
+REGISTRY.register(deepseek_v3)
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+def config(cls: Any = DeepseekV3Config, **fields: Any) -> Any:
+    """Eight layers, the first three dense; 4 heads of 8 + 4 dimensions; 8 experts in 2 groups."""
+    shape: dict[str, Any] = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 8,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return cls(**{**shape, **fields})
+
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "V3": config(),
+    "V3, yarn": config(rope_parameters=YARN),
+    "Kimi-K2": config(n_group=1, topk_group=1, first_k_dense_replace=1, rope_parameters=YARN, rms_norm_eps=1e-5),
+    "Moonlight": config(q_lora_rank=None, n_shared_experts=2, n_group=1),
+    "V2": config(DeepseekV2Config, topk_method="group_limited_greedy", rope_parameters=YARN),
+    "V2-Lite": config(DeepseekV2Config, q_lora_rank=None, n_group=None, topk_group=None),
+}
+CASES = [(name, "deepseek_v3") for name in CONFIGS] + [("V3", "deepseek_v3_moe"), ("Moonlight", "deepseek_v3_moe")]
+
+
+def target(made: PretrainedConfig) -> Any:
+    """A random target in evaluation mode; its routers have biases, as trained ones do."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(made).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.1, 0.1)
+    return model
+
+
+def draft_for(model: Any, adapter: str, **options: Any) -> Any:
+    """A draft in evaluation mode that started from its target."""
+    torch.manual_seed(1)
+    draft = auto_draft(model.config, adapter=adapter, registry=REGISTRY, **{"ttt_steps": 3, **options})
+    draft.start_from(model)
+    return draft.eval()
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c[0]}-{c[1]}")
+def case(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """A target and a draft for it; tests leave both as they were."""
+    name, adapter = request.param
+    model = target(CONFIGS[name])
+    return model, draft_for(model, adapter)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_adapter_is_found(name: str) -> None:
+    """By model_type, from a config or its dict."""
+    for source in (CONFIGS[name], CONFIGS[name].to_dict()):
+        draft = auto_draft(source, registry=REGISTRY)
+        assert type(draft) is deepseek_v3.DeepseekV3Draft
+        assert type(draft.layers[0].mlp).__name__ == "DeepseekV3MLP"
+
+
+def test_kimi_k25_has_a_deepseek_inside() -> None:
+    """Of a target that sees, the text model decides; transformers makes it a DeepseekV3Config that may call itself kimi_k2."""
+    made = Kimi_K25Config(text_config={**CONFIGS["Kimi-K2"].to_dict(), "model_type": "kimi_k2"})
+    assert made.get_text_config().model_type == "kimi_k2"
+    draft = auto_draft(made, registry=REGISTRY)
+    assert draft.config.model_type == "deepseek_v2"
+    assert draft.config.rope_parameters["factor"] == 8.0
+
+
+def test_config_and_tensors_are_what_engines_read(tmp_path: Path) -> None:
+    """Names, shapes and fields of an `Eagle3DeepseekV2ForCausalLM`."""
+    draft = draft_for(target(CONFIGS["Kimi-K2"]), "deepseek_v3")
+    save_draft(draft, tmp_path / "draft")
+    fields = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert fields["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+    wanted = {
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 1,
+        "q_lora_rank": 12,
+        "n_routed_experts": 8,
+        "rope_interleave": True,
+        "rope_theta": 50000.0,
+        "num_aux_hidden_states": 3,
+    }
+    assert {name: fields[name] for name in wanted} == wanted
+    assert fields["rope_scaling"]["mscale_all_dim"] == 1.0
+    shapes = {name: tuple(p.shape) for name, p in draft.layers[0].self_attn.named_parameters()}
+    assert shapes == {
+        "q_a_proj.weight": (12, 64),
+        "q_a_layernorm.weight": (12,),
+        "q_b_proj.weight": (48, 12),
+        "kv_a_proj_with_mqa.weight": (20, 64),
+        "kv_a_layernorm.weight": (16,),
+        "kv_b_proj.weight": (64, 16),
+        "o_proj.weight": (32, 32),
+    }
+    assert {n for n in draft.state_dict() if "self_attn" not in n} == {
+        "embed_tokens.weight",
+        "fc.weight",
+        "norm.weight",
+        "lm_head.weight",
+        *(f"layers.0.{norm}.weight" for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
+        *(f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "dense"),
+    [("V3, yarn", "deepseek_v3", 8), ("Moonlight", "deepseek_v3", 8), ("V2", "deepseek_v3", 8), ("V3", "deepseek_v3_moe", 3)],
+)
+@torch.no_grad()
+def test_a_fresh_draft_is_the_targets_last_layer(name: str, adapter: str, dense: int) -> None:
+    """Without the parts that stay random, a draft that reads layer L-1 gives the target's own logits; router biases are copied too."""
+    made = CONFIGS[name].to_dict()
+    model = target(AutoConfig.for_model(**{**made, "first_k_dense_replace": dense}))
+    draft = draft_for(model, adapter, aux_layers=(2, 4, 7))
+    draft.fc.weight.copy_(torch.eye(32).repeat(1, 3) * torch.tensor([0.0, 0.0, 1.0]).repeat_interleave(32))
+    for part in ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"):
+        if hasattr(draft.layers[0].self_attn, part):
+            getattr(draft.layers[0].self_attn, part).weight[:, :32] = 0
+    ids = torch.randint(0, 50, (1, 9))
+    out = model(ids, output_hidden_states=True)
+    aux = torch.cat([out.hidden_states[i] for i in (2, 4, 7)], dim=-1)
+    hidden = draft.backbone(draft.embed_input_ids(ids), draft.project_hidden_states(aux), Layout(torch.arange(9)[None], Causal()))
+    assert_close(draft.compute_logits(hidden), out.logits, rtol=1e-4, atol=1e-4)
+
+
+def step(model: Any, draft: Any, rows: list[dict[str, Any]], counts: Tensor | None = None) -> Tensor:
+    """The loss of a batch; gradients are added up."""
+    batch = tiny_batch(draft.algorithm, rows)
+    loss: Tensor = draft(batch, tiny_signal(model, draft, batch), batch["counts"] if counts is None else counts)["loss"]
+    loss.backward()
+    return loss
+
+
+def test_every_parameter_gets_a_gradient(case: tuple[Any, Any]) -> None:
+    """Of packed documents; which experts, see below."""
+    model, draft = case
+    step(model, draft, tiny_rows([["uuaaaaaa", "uaaaa"]]))
+    for name, grad in gradients(draft).items():
+        assert grad.isfinite().all(), name
+        assert grad.abs().sum() > 0, name
+
+
+def test_packing_equals_separate_documents(case: tuple[Any, Any]) -> None:
+    """Loss and gradients of two documents in one row and in a row each."""
+    model, draft = case
+    documents = [tiny_document("uuaaaaaa", 1), tiny_document("uaaaauubbbb", 2)]
+    packed = step(model, draft, tiny_rows([documents]))
+    expected = gradients(draft)
+    apart = step(model, draft, tiny_rows([[d] for d in documents], length=12))
+    assert_close(apart, packed, rtol=1e-5, atol=1e-6)
+    assert_close(gradients(draft), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_saved_is_what_is_loaded(case: tuple[Any, Any], tmp_path: Path) -> None:
+    """Every tensor bit-equal, twice over; AutoConfig reads the config as a deepseek_v2's."""
+    _, draft = case
+    if hasattr(draft.layers[0].mlp, "gate"):
+        draft.layers[0].mlp.gate.load += torch.arange(8)
+    save_draft(draft, tmp_path / "first")
+    once: Any = auto_draft(tmp_path / "first", registry=REGISTRY)
+    save_draft(once, tmp_path / "second")
+    twice: Any = auto_draft(tmp_path / "second", registry=REGISTRY)
+    for again in (once, twice):
+        assert_close(again.state_dict(), draft.state_dict(), rtol=0, atol=0)
+        assert [n for n, p in again.named_parameters() if not p.requires_grad] == ["embed_tokens.weight"]
+        assert again.rotary_emb.inv_freq.equal(draft.rotary_emb.inv_freq)
+    seen = AutoConfig.from_pretrained(tmp_path / "first")
+    assert seen.model_type == "deepseek_v2"
+    fresh = auto_draft(seen, registry=REGISTRY)
+    assert {n: p.shape for n, p in fresh.state_dict().items()} == {n: p.shape for n, p in draft.state_dict().items()}
+    if hasattr(draft.layers[0].mlp, "gate"):
+        draft.layers[0].mlp.gate.load.zero_()
+
+
+def test_decoding_equals_training(case: tuple[Any, Any]) -> None:
+    """The drafter, forced to draft the text itself, sees the logits that training sees."""
+    model, draft = case
+    batch = tiny_batch(draft.algorithm, tiny_rows([["uuuuaaaaaaaaaa"]]))
+    aux_BSA = tiny_signal(model, draft, batch).aux_BSA
+    with torch.no_grad():
+        states = draft.algorithm.unroll(draft, batch, aux_BSA)
+        ids, slots, drafter = batch["input_ids"][0], batch["slots"][0].tolist(), draft.algorithm.drafter(draft)
+        for start, end in ((0, 4), (4, 5), (5, 8)):  # the slot drafted from is end - 1
+            seen: list[Tensor] = []
+
+            def choose(logits_W: Tensor, drafted: list[int], end: int = end, seen: list[Tensor] = seen) -> tuple[int, None]:
+                seen.append(logits_W)
+                return int(ids[end + 1 + len(drafted)]), None
+
+            drafter.propose(ids[: end + 1], aux_BSA[:, start:end], 3, choose)
+            expected = [draft.compute_logits(state[0, slots.index(end - 1)]) for state in states]
+            assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_generate_is_lossless(case: tuple[Any, Any]) -> None:
+    """Greedy, float32: plain generate's tokens."""
+    model, draft = case
+    ids = torch.tensor([[5, 9, 17, 3]])
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert torch.equal(generate(model, draft, ids, max_new_tokens=12, pad_token_id=0), plain)
+
+
+@pytest.mark.parametrize("adapter", ["deepseek_v3", "deepseek_v3_moe"])
+def test_half_precision_training(adapter: str) -> None:
+    """A bfloat16 step under autocast stays near the float32 one."""
+    model = target(config(initializer_range=0.05))
+    draft = draft_for(model, adapter)
+    batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaaa", "uubbbb"]]))
+    signal = tiny_signal(model, draft, batch)
+    exact = draft(batch, signal, batch["counts"])["loss"]
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = draft(batch, signal, batch["counts"])["loss"]
+    rough.backward()
+    assert_close(rough, exact, rtol=0.02, atol=0.02)
+
+
+class TestExperts:
+    def test_fresh_ones_are_initialised(self) -> None:
+        """They are bare parameters, which only the family's own base class knows."""
+        draft: Any = auto_draft(config(initializer_range=0.02), adapter="deepseek_v3_moe", registry=REGISTRY)
+        mlp = draft.layers[0].mlp
+        for p in (mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight):
+            assert 0.015 < float(p.detach().std()) < 0.025
+        assert not mlp.gate.e_score_correction_bias.any()
+
+    def test_those_chosen_get_gradients(self) -> None:
+        """And no other; with one step and one row, every slot that chooses is supervised."""
+        model = target(CONFIGS["V3"])
+        draft = draft_for(model, "deepseek_v3_moe", ttt_steps=1).train()
+        step(model, draft, tiny_rows([["uuaaaa"]]))
+        mlp = draft.layers[0].mlp
+        assert 2 <= (mlp.gate.load > 0).sum() < 8
+        for p in mlp.experts.parameters():
+            assert torch.equal(p.grad.abs().sum((1, 2)) > 0, mlp.gate.load > 0)
+
+    def test_half_precision_keeps_the_bias(self, tmp_path: Path) -> None:
+        """Loading in bfloat16 leaves the router's bias, whose steps bfloat16 could not hold, in float32."""
+        draft = draft_for(target(CONFIGS["V3"]), "deepseek_v3_moe")
+        save_draft(draft, tmp_path / "draft")
+        half: Any = deepseek_v3.DeepseekV3MoEDraft.from_pretrained(str(tmp_path / "draft"), dtype=torch.bfloat16)
+        gate = half.layers[0].mlp.gate
+        assert half.lm_head.weight.dtype == torch.bfloat16
+        assert (gate.e_score_correction_bias.dtype, gate.load.dtype) == (torch.float32, torch.long)
+        assert gate.e_score_correction_bias.equal(draft.layers[0].mlp.gate.e_score_correction_bias)
+
+    def test_balance_by_hand(self) -> None:
+        """Busy experts down, idle ones up, those at the mean stay; then the count starts anew."""
+        router = deepseek_v3.BalancedRouter(config(n_routed_experts=4, n_group=1))
+        router.load += torch.tensor([6, 4, 2, 4])
+        router.balance()
+        assert router.e_score_correction_bias.tolist() == pytest.approx([-0.001, 0, 0.001, 0])
+        assert not router.load.any()
+
+    def test_only_training_counts(self) -> None:
+        """In training every choice, K per input; in evaluation none, and nothing moves."""
+        model = target(CONFIGS["V3"])
+        draft = draft_for(model, "deepseek_v3_moe")
+        gate, rows = draft.layers[0].mlp.gate, tiny_rows([["uuaaaaaa"]])
+        bias = gate.e_score_correction_bias.clone()
+        step(model, draft, rows)
+        assert not gate.load.any()
+        draft.train()
+        step(model, draft, rows)
+        slots = tiny_batch(draft.algorithm, rows)["slots"].numel()
+        assert int(gate.load.sum()) == 2 * 3 * slots  # experts per token × TTT steps × slots
+        assert gate.e_score_correction_bias.equal(bias)  # a step is balanced by the one before
+        step(model, draft, rows)
+        assert not gate.e_score_correction_bias.equal(bias)
+
+    def test_a_collapsed_router_recovers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two of eight experts are given a lead that takes all inputs; after 100 steps the load is spread again."""
+        monkeypatch.setattr(deepseek_v3, "BALANCE_SPEED", 0.01)
+        torch.manual_seed(0)
+        router = deepseek_v3.BalancedRouter(config(n_group=1))
+        torch.nn.init.normal_(router.weight, std=0.1)
+        router.e_score_correction_bias[:2] = 0.6
+        inputs = torch.randn(200, 32)
+        spread = []
+        for _ in range(100):
+            router(inputs)
+            share = router.load / router.load.sum()
+            spread.append(float(torch.special.entr(share).sum()) / math.log(8))
+            router.balance()
+        assert spread[0] < 0.4
+        assert spread[-1] > 0.98
+
+    def test_resumed_training_goes_on_exactly(self, tmp_path: Path) -> None:
+        """The counted load is part of the file: three steps equal two, a save, a load and one."""
+        model = target(CONFIGS["V3"])
+        draft = draft_for(model, "deepseek_v3_moe").train()
+        rows = tiny_rows([["uuaaaaaa", "uaaaa"]])
+        for _ in range(2):
+            step(model, draft, rows)
+        save_draft(draft, tmp_path / "draft")
+        resumed = load_draft(tmp_path / "draft", REGISTRY, draft.algorithm).train()
+        assert torch.equal(step(model, draft, rows), step(model, resumed, rows))
+        assert_close(resumed.state_dict(), draft.state_dict(), rtol=0, atol=0)
+
+    def test_recomputed_forwards_route_alike(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Gradient checkpointing counts twice, which changes no sign, and finds the biases of the forward, however fast they move."""
+        monkeypatch.setattr(deepseek_v3, "BALANCE_SPEED", 0.1)
+        model, rows = target(CONFIGS["V3"]), tiny_rows([["uuaaaaaa", "uaaaa"]])
+        kept: list[dict[str, Tensor]] = []
+        for recompute in (False, True):
+            draft = draft_for(model, "deepseek_v3_moe").train()
+            mlp = draft.layers[0].mlp
+            if recompute:
+                mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
+            step(model, draft, rows)
+            step(model, draft, rows)
+            kept.append({**gradients(draft), "bias": mlp.gate.e_score_correction_bias, "load": mlp.gate.load // (1 + recompute)})
+        assert_close(kept[1], kept[0], rtol=1e-5, atol=1e-6)
+
+    def test_a_v2_router_is_refused(self) -> None:
+        """It scores experts otherwise: copied weights would mean something else."""
+        with pytest.raises(ForedraftError, match="the target is a deepseek_v2, which scores its experts otherwise"):
+            auto_draft(CONFIGS["V2"], adapter="deepseek_v3_moe", registry=REGISTRY)
