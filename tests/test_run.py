@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import tiny_target, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
-from foredraft import ForedraftError
+from foredraft import ForedraftError, auto_draft
 from foredraft.training.run import RunConfig, train
 
 
@@ -52,3 +54,11 @@ def test_resume_is_set_in_one_place(fields: dict[str, Any]) -> None:
     """Trainer's own switch would be ignored, so it is refused."""
     with pytest.raises(ForedraftError, match=r"training.resume_from_checkpoint: set resume, one level up"):
         RunConfig.check({**fields, "training": {"resume_from_checkpoint": "x"}})
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_embedding_is_trained_if_asked(fields: dict[str, Any], wanted: bool) -> None:
+    """`train_embedding: true` really trains it; otherwise it stays the target's, bit for bit."""
+    draft = auto_draft(train(RunConfig.check({**fields, "train_embedding": wanted})))
+    target = AutoModelForCausalLM.from_pretrained(fields["target"])
+    assert torch.equal(draft.embed_tokens.weight, target.get_input_embeddings().weight) is not wanted

@@ -53,6 +53,7 @@ class RunConfig(Frozen):
     draft_vocab_size: int | None = Field(
         None, ge=1, description="most frequent tokens the draft may propose; default: the target's vocabulary"
     )
+    train_embedding: bool = Field(False, description="train the draft's token embedding too; by default it stays the target's")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype the target runs in")
     hidden_states_cache: str | None = Field(
         None, description="directory to keep the target's hidden states in; worth it from the second epoch on"
@@ -126,6 +127,11 @@ def train(config: RunConfig) -> Path:
         draft_vocab_size=config.draft_vocab_size,
         **config.options,
     )
+    if config.train_embedding and draft.config.spec.target_head:
+        raise ForedraftError(
+            f"train_embedding: a draft by algorithm '{config.algorithm}' has no embedding of its own, it uses its target's"
+        )
+    draft.embed_tokens.requires_grad_(config.train_embedding)
     layers = draft.config.aux_layers
     target = CachedTarget(model, layers, config.hidden_states_cache) if config.hidden_states_cache else Target(model, layers)
     draft.start_from(target, rows)

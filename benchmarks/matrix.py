@@ -1,0 +1,169 @@
+"""Runs every cell of adapter × algorithm on a tiny target and writes the README's table.
+
+A cell: a tiny random model of the family is trained on a small language until it is predictable; a draft is started from it, trained
+for some dozen steps, saved and loaded; τ before and after, and whether greedy output is that of the target alone, are measured.
+`python benchmarks/matrix.py` prints the table, `--write README.md` puts it between the markers there.
+"""
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from foredraft import BaseDraft, DraftCollator, Target, auto_draft, generate, save_draft
+from foredraft.decoding.stats import DraftingStats
+
+VOCAB, LENGTH, DRAFTED, NEW = 48, 32, 4, 24
+SHAPE = {
+    "vocab_size": VOCAB + 1,  # one token the text never uses stands for the unknown
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
+MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 4,
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "Llama": {"model_type": "llama", **SHAPE},
+    "Phi-3": {"model_type": "phi3", **SHAPE},
+    "Qwen3": {"model_type": "qwen3", **SHAPE, "head_dim": 32},
+    "DeepSeek-V3": {"model_type": "deepseek_v3", **SHAPE, **MLA, **MOE},
+}
+ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "EAGLE-3": ("eagle3", {"ttt_steps": DRAFTED}),
+    "EAGLE-3.1": ("eagle31", {"ttt_steps": DRAFTED}),
+    "P-EAGLE": ("peagle", {"num_depths": DRAFTED, "num_layers": 1}),
+    "DFlash": ("dflash", {"block_size": DRAFTED + 1, "num_layers": 2, "anchors": 16}),
+    "Medusa": ("medusa", {"num_heads": DRAFTED}),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one adapter × algorithm gave."""
+
+    untrained: float
+    """τ of the fresh draft."""
+    trained: float
+    """τ after training, saving and loading."""
+    identical: bool
+    """Whether all greedy outputs are the target's own."""
+    adapter: str
+
+
+def chain(seed: int, count: int, length: int = LENGTH, noise: float = 0.1) -> Tensor:
+    """Texts of the language, [count, length]: each token calls for a successor of its own, which follows with 1 - noise."""
+    generator = torch.Generator().manual_seed(seed)
+    successor = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(VOCAB, (count, length), generator=generator)
+    noisy = torch.rand(count, length, generator=generator) < noise
+    for t in range(1, length):
+        ids[:, t] = torch.where(noisy[:, t], ids[:, t], successor[ids[:, t - 1]])
+    return ids
+
+
+@cache
+def trained_target(family: str, steps: int = 150) -> PreTrainedModel:
+    """A tiny model of the family that has learned the language."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TARGETS[family]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        ids = chain(step + 1, 16)
+        logits = model(input_ids=ids).logits[:, :-1]
+        F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def measure(model: PreTrainedModel, draft: BaseDraft, prompts: Tensor) -> tuple[float, bool]:
+    """(τ, whether every greedy output is the target's own)."""
+    stats, identical = DraftingStats(), True
+    with torch.no_grad():
+        for prompt in prompts:
+            settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+            out = generate(model, draft, prompt[None], num_draft_tokens=DRAFTED, stats=stats, **settings)
+            identical &= torch.equal(out, model.generate(prompt[None], **settings))
+    return stats.tau, identical
+
+
+def trained_draft(family: str, algorithm: str, steps: int = 60) -> tuple[BaseDraft, float]:
+    """The draft of a cell, trained, saved and loaded; and the fresh one's τ."""
+    model = trained_target(family)
+    torch.manual_seed(0)
+    name, options = ALGORITHMS[algorithm]
+    draft = auto_draft(model.config, name, **options)
+    target = Target(model, draft.config.aux_layers)
+    texts = chain(10_000, 8 * 16)
+    rows = [
+        {"input_ids": t.tolist(), "documents": [0] * LENGTH, "spans": [-1] * 2 + [0] * (LENGTH - 2), "row": i} for i, t in enumerate(texts)
+    ]
+    draft.start_from(target, rows)
+    untrained, _ = measure(model, draft.eval(), chain(20_000, 8, 6, noise=0))
+    assert draft.algorithm is not None
+    collate = DraftCollator(draft.algorithm)
+    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-3)
+    draft.train()
+    for step in range(steps):
+        collate.epoch = step // 16
+        batch = collate(rows[8 * (step % 16) : 8 * (step % 16) + 8])
+        draft(batch, target.capture(batch), batch["counts"])["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        return auto_draft(save_draft(draft.eval(), Path(folder) / "draft")), untrained
+
+
+def run(family: str, algorithm: str) -> Cell:
+    """One cell."""
+    draft, untrained = trained_draft(family, algorithm)
+    trained, identical = measure(trained_target(family), draft, chain(20_000, 8, 6, noise=0))
+    return Cell(untrained, trained, identical, type(draft).name)
+
+
+def table() -> str:
+    """Markdown: τ untrained → trained for every cell; a cell whose output is not the target's says so."""
+    lines = [f"| target (adapter) | {' | '.join(ALGORITHMS)} |", "|---" * (len(ALGORITHMS) + 1) + "|"]
+    for family in TARGETS:
+        cells = {algorithm: run(family, algorithm) for algorithm in ALGORITHMS}
+        adapters = ", ".join(sorted({f"`{cell.adapter}`" for cell in cells.values()}))
+        texts = [f"{c.untrained:.2f} → {c.trained:.2f}{'' if c.identical else ' (output differs!)'}" for c in cells.values()]
+        lines.append(f"| {family} ({adapters}) | {' | '.join(texts)} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def write(file: Path, text: str) -> None:
+    """Put the table between the markers of a Markdown file."""
+    begin, end = "<!-- matrix: made by `make matrix` -->", "<!-- /matrix -->"
+    before, rest = file.read_text(encoding="utf-8").split(begin)
+    file.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="a Markdown file with the markers")
+    arguments = parser.parse_args()
+    made = table()
+    if arguments.write:
+        write(arguments.write, made)

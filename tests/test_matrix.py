@@ -1,0 +1,60 @@
+"""Every cell of adapter × algorithm: trained for some dozen steps, saved, loaded; better than the fresh draft, and lossless."""
+
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft import BaseDraft, generate
+
+SPEC = importlib.util.spec_from_file_location("matrix", Path(__file__).parents[1] / "benchmarks/matrix.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+matrix: Any = importlib.util.module_from_spec(SPEC)
+sys.modules["matrix"] = matrix  # dataclasses look their module up
+SPEC.loader.exec_module(matrix)
+
+CELLS = [(family, algorithm) for family in matrix.TARGETS for algorithm in matrix.ALGORITHMS]
+SAMPLES, TEMPERATURE = 120, 2.0
+
+
+@cache
+def trained(family: str, algorithm: str) -> tuple[BaseDraft, float]:
+    return matrix.trained_draft(family, algorithm)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("family", "algorithm"), CELLS)
+def test_training_lifts_tau_and_greedy_output_is_the_targets(family: str, algorithm: str) -> None:
+    draft, untrained = trained(family, algorithm)
+    tau, identical = matrix.measure(matrix.trained_target(family), draft, matrix.chain(20_000, 8, 6, noise=0))
+    assert identical
+    assert tau > untrained + 0.7, f"τ {untrained:.2f} untrained, {tau:.2f} trained"
+
+
+@pytest.mark.parametrize(("family", "algorithm"), CELLS)
+def test_sampling_keeps_the_targets_distribution(family: str, algorithm: str) -> None:
+    """The second token, the first that can be a drafted one, against its exact marginal; bins of 10 expected draws or more."""
+    model, (draft, _) = matrix.trained_target(family), trained(family, algorithm)
+    prompt = matrix.chain(30_000, 1, 6, noise=0)
+    with torch.no_grad():
+        first_V = (model(input_ids=prompt).logits[0, -1] / TEMPERATURE).softmax(-1)
+        vocab = torch.arange(len(first_V))
+        after = torch.cat([prompt.expand(len(vocab), -1), vocab[:, None]], dim=1)
+        second_V = first_V @ (model(input_ids=after).logits[:, -1] / TEMPERATURE).softmax(-1)
+        torch.manual_seed(0)
+        settings = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "max_new_tokens": 3}
+        drawn = torch.stack([generate(model, draft, prompt, num_draft_tokens=2, **settings)[0, -2] for _ in range(SAMPLES)])
+    order = second_V.argsort(descending=True)
+    bins = (second_V[order].cumsum(0) * SAMPLES / 10).long().clamp(max=SAMPLES // 10 - 1)
+    expected, observed = torch.zeros(SAMPLES // 10), torch.zeros(SAMPLES // 10)
+    expected.index_add_(0, bins, second_V[order] * SAMPLES)
+    observed.index_add_(0, bins, torch.bincount(drawn, minlength=len(vocab))[order].float())
+    filled = expected >= 5
+    chi_square = float(((observed - expected)[filled] ** 2 / expected[filled]).sum())
+    degrees = int(filled.sum()) - 1
+    assert degrees >= 3
+    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5, f"χ² {chi_square:.1f} on {degrees} degrees of freedom"
