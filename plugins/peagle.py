@@ -1,0 +1,197 @@
+"""P-EAGLE: EAGLE-3's draft, with all tokens drafted in one forward; a learned state replaces features not there yet. arXiv:2602.01469."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from foredraft import AlgorithmBase, DraftSpec, hookimpl
+from foredraft.attention import Causal, DecodingCache, Masked
+from foredraft.attention.patterns import MaskFunction
+from foredraft.config import eagle_fields
+from foredraft.fused_loss import fused_cross_entropy
+from foredraft.losses import Teacher
+from foredraft.protocols import Batch, Choose, Frozen, Layout, Step
+
+if TYPE_CHECKING:
+    from foredraft import BaseDraft, Signal
+
+
+class PEagle(AlgorithmBase):
+    """Element (anchor a, depth d) predicts x_{a+2+d} from the text up to x_{a+1}; at depth 0 it is EAGLE-3's slot a.
+
+    Deeper ones sit at position a + d and read the mask token and `mask_hidden`: neither x_{a+1+d} nor the target's features of
+    x_{a+d} are there yet. Training takes all of depth 0 and, of the depths below it, a sample that thins out (COD sampling).
+    """
+
+    name = "peagle"
+    summary = "all tokens drafted in one forward, a learned state in place of unknown features"
+
+    class Options(Frozen):
+        """Options of P-EAGLE."""
+
+        num_depths: int = Field(8, ge=1, description="tokens drafted in one forward, at most")
+        ratio: float = Field(0.7, gt=0, le=1, description="share of the anchors trained on at a depth, relative to the depth before")
+        floor: float = Field(0.2, ge=0, le=1, description="least share of the anchors trained on at a depth")
+        num_layers: int = Field(4, ge=1, description="decoder layers of the draft; they run once for all drafted tokens")
+        num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
+        fc_norm: bool = Field(False, description="norm each aux chunk (of mask_hidden, too) before fc")
+        qk_norm: bool = Field(False, description="norms on queries and keys: a Qwen3-shaped draft")
+        mask_token_id: int | None = Field(None, ge=0, description="stands for tokens not known yet; default: one that the data never uses")
+
+    @property
+    def spec(self) -> DraftSpec:
+        """EAGLE-3's draft with a mask token."""
+        o = self.options
+        shape = {"num_layers": o.num_layers, "num_aux": o.num_aux, "fc_norm": o.fc_norm, "qk_norm": o.qk_norm}
+        return DraftSpec(**shape, mask_token=True, mask_token_id=o.mask_token_id)
+
+    def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
+        """`mask_hidden` [1, 1, A]. It starts random: at zero, a norm has no direction to pass on and its steepest slope."""
+        size = config.num_aux_hidden_states * config.target_hidden_size
+        return {"mask_hidden": nn.Parameter(config.initializer_range * torch.randn(1, 1, size))}
+
+    def engine_fields(self, config: Any) -> dict[str, Any]:
+        """The aux layers in SGLang's convention, and the mask token by the other names that engines look for."""
+        return {**eagle_fields(config), "ptd_token_id": config.mask_token_id, "pard_token": config.mask_token_id}
+
+    def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
+        """Draw the anchors of every row; `arrange` says what is added to the batch."""
+        return self.arrange(batch, [self._draw(*row) for row in zip(batch["spans"], batch["documents"], generators, strict=True)])
+
+    def _draw(self, spans_S: Tensor, documents_S: Tensor, generator: Generator) -> list[Tensor]:
+        """Ascending anchors per depth. Each depth draws from those of the depth before: a chain has no gaps, as in serving."""
+        drawn = [self._reached(spans_S, documents_S, 0)]
+        for d in range(1, self.options.num_depths):
+            pool = drawn[-1][torch.isin(drawn[-1], self._reached(spans_S, documents_S, d))]
+            count = int(max(0, len(drawn[0]) - d) * max(self.options.ratio**d, self.options.floor))
+            drawn.append(pool[torch.randperm(len(pool), generator=generator)[:count].sort().values])
+        return drawn
+
+    def _reached(self, spans_S: Tensor, documents_S: Tensor, depth: int) -> Tensor:
+        """Anchors that serving drafts from: x_{a+1} .. x_{a+2+d} in one assistant span of x_a's document."""
+        count = max(0, len(spans_S) - 2 - depth)
+        first, last = spans_S[1 : 1 + count], spans_S[2 + depth :]
+        own = documents_S[:count] == documents_S[1 : 1 + count]  # no slot leads into a document that begins with a span
+        return ((first >= 0) & (first == last) & own).nonzero()[:, 0]
+
+    def arrange(self, batch: Batch, drawn: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
+        """The plan for the anchors `drawn[row][depth]`.
+
+        `anchors` and `depths` [B, E] are the elements: every slot at depth 0, then those drawn at depths 1, 2, ..., then padding.
+        `supervised` [B, Q] are those with a loss, padded with slot 0. Per depth, `queries[d]` [N_d] index the flattened [B·Q] and
+        `teachers[d]` [N_d] the teacher rows; `teacher_rows` [R] index the flattened [B·S]; `counts` [K] are the N_d.
+        """
+        rows, length = batch["input_ids"].shape
+        num_depths, slots_S = self.options.num_depths, torch.arange(length)
+        depth_of = [torch.cat([torch.full_like(a, d) for d, a in enumerate(row)]) for row in drawn]
+        anchors_BE = _stack([torch.cat([slots_S, *row[1:]]) for row in drawn], 0)
+        # Padding is deeper than any other element: it sees itself, and none of the others sees it.
+        depths_BE = _stack([torch.cat([0 * slots_S, d[len(row[0]) :]]) for d, row in zip(depth_of, drawn, strict=True)], num_depths)
+        supervised_BQ = _stack([torch.cat([row[0], length + torch.arange(sum(map(len, row[1:])))]) for row in drawn], 0)
+        depth_of_query_N = _stack(depth_of, -1).flatten()
+        queries = [(depth_of_query_N == d).nonzero()[:, 0] for d in range(num_depths)]
+        at_BQ = length * torch.arange(rows)[:, None] + (anchors_BE + depths_BE).gather(1, supervised_BQ) + 1
+        teacher_rows, inverse = at_BQ.flatten()[torch.cat(queries)].unique(return_inverse=True)
+        counts = [len(q) for q in queries]
+        return {
+            "anchors": anchors_BE,
+            "depths": depths_BE,
+            "supervised": supervised_BQ,
+            "queries": queries,
+            "teachers": list(inverse.split(counts)),
+            "teacher_rows": teacher_rows,
+            "counts": torch.tensor(counts),
+        }
+
+    def loss(self, draft: "BaseDraft", batch: Batch, signal: "Signal", counts: Tensor) -> Step:
+        """Soft cross-entropy, the mean over all drawn elements of all depths."""
+        states_ND = self.states(draft, batch, signal.aux_BSA).flatten(0, 1)
+        share = 1 / counts.sum().clamp(min=1)
+        return fused_cross_entropy(
+            [states_ND[query] for query in batch["queries"]],
+            draft.compute_logits,
+            draft.head_parameters(),
+            Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
+            batch["teachers"],
+            [share.expand(len(query)) for query in batch["queries"]],
+            draft.draft_ids,
+        )
+
+    def states(self, draft: "BaseDraft", batch: Batch, aux_BSA: Tensor) -> Tensor:
+        """The draft's states at `batch["supervised"]`, [B, Q, D]."""
+        ids_BS, anchors_BE, depths_BE, rows_BQ = (batch[name] for name in ("input_ids", "anchors", "depths", "supervised"))
+        sees = sees_earlier(anchors_BE, depths_BE, batch["documents"])
+        embeds, context = with_masks(draft, ids_BS.roll(-1, dims=1), aux_BSA, anchors_BE.shape[1] - ids_BS.shape[1])
+        positions = batch["positions"].gather(1, anchors_BE) + depths_BE
+        return draft.backbone(embeds, context, Layout(positions, Masked(sees, rows_BQ), rows_BQ, below=Masked(sees)))
+
+    def drafter(self, draft: "BaseDraft") -> "ParallelDrafter":
+        """Drafts a chain in one forward."""
+        return ParallelDrafter(draft, self.options.num_depths)
+
+
+def sees_earlier(anchors_BE: Tensor, depths_BE: Tensor, documents_BS: Tensor) -> MaskFunction:
+    """Who sees whom among the elements: within a document, every earlier or same slot, and the own anchor's chain so far."""
+    documents_BE = documents_BS.gather(1, anchors_BE)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        anchor_q, anchor_k = anchors_BE[batch, query], anchors_BE[batch, key]
+        depth_q, depth_k = depths_BE[batch, query], depths_BE[batch, key]
+        context = (depth_k == 0) & (anchor_q >= anchor_k)
+        chain = (anchor_q == anchor_k) & (depth_q >= depth_k)
+        return (documents_BE[batch, query] == documents_BE[batch, key]) & (context | chain)
+
+    return sees
+
+
+def with_masks(draft: "BaseDraft", ids_BN: Tensor, aux_BNA: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Embeddings and context of N known slots and `count` masked ones behind them, each [B, N + count, D]."""
+    embeds = draft.embed_input_ids(F.pad(ids_BN, (0, count), value=draft.config.mask_token_id))
+    mask_hidden: Any = draft.mask_hidden
+    masked = draft.project_hidden_states(mask_hidden).expand(len(ids_BN), count, -1)
+    return embeds, torch.cat([draft.project_hidden_states(aux_BNA), masked], dim=1)
+
+
+class ParallelDrafter:
+    """Keeps the keys and values of confirmed slots; masked ones are drafted from once and forgotten.
+
+    In a chain from the newest slot, what an element may see (`sees_earlier`) is all that stands before it: attention is causal.
+    """
+
+    def __init__(self, draft: "BaseDraft", num_depths: int):
+        self.draft, self.num_depths, self.cache, self.confirmed = draft, num_depths, DecodingCache(), 0
+
+    def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
+        """See `foredraft.protocols.Drafter`; never more tokens than there are depths, as deeper ones were not trained."""
+        start, fresh, limit = self.confirmed, aux_1NA.shape[1], min(limit, self.num_depths)
+        self.confirmed = start + fresh
+        self.cache.crop(start)
+        embeds, context = with_masks(self.draft, ids[None, start + 1 : self.confirmed + 1], aux_1NA, limit - 1)
+        positions = torch.arange(start, self.confirmed + limit - 1, device=ids.device)[None]
+        rows = torch.arange(fresh - 1, fresh - 1 + limit, device=ids.device)[None]
+        hidden_1QD = self.draft.backbone(embeds, context, Layout(positions, Causal(), rows, below=Causal()), self.cache)
+        tokens: list[int] = []
+        scores: list[Tensor] = []
+        for logits_W in self.draft.compute_logits(hidden_1QD)[0]:
+            chosen = choose(logits_W, tokens)
+            if chosen is None:
+                break
+            tokens.append(chosen[0])
+            scores += [chosen[1]] if chosen[1] is not None else []
+        return tokens, scores
+
+
+def _stack(rows: Sequence[Tensor], value: int) -> Tensor:
+    """Padded with `value` to the longest of them, and to one at least: kernels want a query."""
+    width = max(1, *(len(row) for row in rows))
+    return torch.stack([F.pad(row, (0, width - len(row)), value=value) for row in rows])
+
+
+@hookimpl
+def foredraft_algorithms() -> list[type[Any]]:
+    """The algorithms of this file."""
+    return [PEagle]
