@@ -48,7 +48,10 @@ class TreeDecoding:
         check_tree_decoding(model, input_ids, generation_config, model_kwargs.get("past_key_values"))
         self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
         self.ids, self.scores, self.logits, self.hidden = input_ids, [], [], []
-        cache = model_kwargs["past_key_values"]
+        cache, mask, positions = (model_kwargs.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+        # transformers hides padding ids in the prompt, unless told otherwise: hidden they stay, and positions count the others.
+        self.hides = [] if mask is None else (mask[0] == 0).nonzero().flatten().tolist()
+        self.shift = 0 if positions is None else int(positions[0, -1]) + 1 - input_ids.shape[1]
         tree, past, depth = DraftTree([], []), 0, 0
         outputs = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs))
         aux_1NA = self.captured.aux_BSA
@@ -90,7 +93,8 @@ class TreeDecoding:
             # One by one: processors may tell the sequences of a batch apart, and these are all the first.
             rows = zip(text_NL, logits_NW, strict=True)
             logits_NW = torch.stack([processed(self.processors, ids, z, ids_W, self.draft.config.vocab_size)[ids_W] for ids, z in rows])
-        log_p_NW = logits_NW.float().log_softmax(-1).nan_to_num(nan=float("-inf"))  # nan: nothing is allowed
+        log_p_NW = logits_NW.float().log_softmax(-1)
+        log_p_NW = log_p_NW.masked_fill(log_p_NW.isnan(), float("-inf"))  # where nothing is allowed
         log_p_Nk, best_Nk = log_p_NW.topk(min(count, len(ids_W)))
         return ids_W[best_Nk], log_p_Nk
 
@@ -100,10 +104,11 @@ class TreeDecoding:
         # Additive: eager attention adds the mask to its scores, SDPA takes either form.
         mask = torch.zeros(1, 1, len(tree.visible), past + len(tree.visible), dtype=model.dtype, device=self.ids.device)
         mask[..., past:].masked_fill_(~tree.visible.to(mask.device), torch.finfo(mask.dtype).min)
+        mask[..., self.hides] = torch.finfo(mask.dtype).min
         return model(
             input_ids=torch.cat([self.ids[:, -1:], tokens], dim=1),
             attention_mask=mask,
-            position_ids=past + tree.depths.to(self.ids.device)[None],
+            position_ids=past + self.shift + tree.depths.to(self.ids.device)[None],
             past_key_values=cache,
             use_cache=True,
             output_hidden_states=self.config.output_hidden_states,
