@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow check style types test-with clean
+.PHONY: demo test slow check style types docs images matrix test-with clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
@@ -30,9 +30,21 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade setuptools wheel -c constraints.txt
 
-$(VENV)/demo $(VENV)/test: $(VENV)/%: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/demo $(VENV)/test $(VENV)/docs: $(VENV)/%: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt --editable ".[$*]"
 	touch $@
+
+# The site, in site/; warnings are errors.
+docs: $(VENV)/docs types images
+	$(BIN)/mkdocs build --quiet
+
+# Who sees whom, drawn from the patterns that training uses.
+images: $(VENV)/test
+	for algorithm in eagle3 peagle dflash; do $(BIN)/foredraft draw $$algorithm --out docs/images/mask_$$algorithm.png; done
+
+# Runs every adapter × algorithm and writes the README's table.
+matrix: $(VENV)/test
+	$(BIN)/python benchmarks/matrix.py --write README.md
 
 # The ends of the supported range: make test-with TRANSFORMERS=5.18.0
 test-with:

@@ -95,7 +95,7 @@ def cross_entropy(
     weights: Sequence[Tensor],
     draft_ids_W: Tensor,
 ) -> Step:
-    """Σ_k Σ_n weights[k][n] · CE(teacher ‖ draft), and the metrics of every step.
+    """`Σ_k Σ_n weights[k][n] · CE(teacher ‖ draft)`, and the metrics of every step.
 
     Per drafting step k: `states[k]` [N_k, D] draft states, `teacher_rows[k]` [N_k] the teacher row each one is held
     against, `weights[k]` [N_k] already carrying the step's weight and its denominator. A row whose teacher's top token

@@ -1,0 +1,88 @@
+"""Every code block of the pages under docs/ runs, page by page, in the order in which a reader meets them."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import tiny_target, tiny_tokenizer
+from typer.testing import CliRunner
+
+from foredraft import default_registry
+from foredraft.cli import app
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", flags=re.S | re.M)
+PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if BLOCK.search(page.read_text()))
+SHOWN = {"", "text", "toml", "yaml", "json"}
+"""Languages that are shown; with a title they are written to that file."""
+ELSEWHERE = {
+    "pip install": "test_third_party.py",
+    "pytest": "test_third_party.py",
+    "python -m build": "test_third_party.py",
+    "make": "test_readme.py",
+}
+"""Commands that other tests run."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """What the pages assume, made tiny: targets, conversations, prompts, the runs of examples/; and a registry that forgets."""
+    tokenizer = tiny_tokenizer()
+    for name in ("my-target", ".cache/smollm2"):
+        tiny_target(vocab=len(tokenizer)).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    text = "".join(
+        json.dumps({"messages": [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": f"{w} {w} {w}"}]}) + "\n"
+        for w in "abcdefgh"
+    )
+    examples = [str(p.relative_to(DOCS.parent)) for p in (DOCS.parent / "examples").rglob("*.jsonl")]
+    for name in ("my-data.jsonl", "my-prompts.jsonl", *examples):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for file in (DOCS.parent / "examples").glob("*.yaml"):
+        fields = yaml.safe_load(file.read_text())
+        fields["data"].update(held_out=1, max_length=64)
+        fields["training"].update(max_steps=2, num_train_epochs=1, save_strategy="no")
+        if "draft_vocab_size" in fields:
+            fields["draft_vocab_size"] = 40
+        (tmp_path / "examples" / file.name).write_text(yaml.safe_dump(fields))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    default_registry.cache_clear()
+    yield tmp_path
+    default_registry.cache_clear()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page(page: str, here: Path) -> None:
+    """Files are written, Python runs in one namespace, commands of ours run in process."""
+    names: dict[str, Any] = {}
+    for language, title, text in BLOCK.findall((DOCS / page).read_text()):
+        assert language in SHOWN | {"python", "sh"}, f"a block of '{language}' needs a test of its own"
+        if title:
+            (here / title).parent.mkdir(parents=True, exist_ok=True)
+            (here / title).write_text(text)
+        elif language == "python":
+            exec(compile(text, page, "exec"), names)
+        elif language == "sh":
+            for line in text.replace("\\\n", " ").splitlines():
+                run(line.split(" #")[0].strip())
+
+
+def run(line: str) -> None:
+    """A line of a shell block."""
+    covered = [file for command, file in ELSEWHERE.items() if line.startswith(command)]
+    if not line or covered:
+        assert all((Path(__file__).parent / file).exists() for file in covered)
+        return
+    assert line.startswith("foredraft "), f"who runs '{line}'?"
+    arguments = shlex.split(line)[1:]
+    if arguments[0] in ("eval", "generate") and "--max-new-tokens" not in arguments:
+        arguments += ["--max-new-tokens", "8"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, f"{line}\n{result.output}"
