@@ -93,10 +93,14 @@ class AutoregressiveDrafter:
 class Ancestors:
     """The pattern of a tree: each query sees the keys that its row of the mask names."""
 
-    visible: Tensor
+    mask: Tensor
     """[Q, K], True where a query may look."""
 
+    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+        """See `Pattern.visible`."""
+        return self.mask.expand(batch, -1, -1)
+
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-        """Attention over the one entry of `keys` and `values`; see `foredraft.protocols.Pattern.attend`."""
+        """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
         k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
-        return F.scaled_dot_product_attention(q_BHQd, k, v, attn_mask=self.visible, scale=scale)
+        return F.scaled_dot_product_attention(q_BHQd, k, v, attn_mask=self.mask, scale=scale)

@@ -30,7 +30,7 @@ class TreeDecoding:
     def __init__(self, draft: BaseDraft, captured: AuxCapture, shape: TreeShape, stats: DraftingStats, streamer: BaseStreamer | None):
         drafter = drafter_of(draft)
         if not isinstance(drafter, TreeDrafter):
-            raise ForedraftError(f"drafts by algorithm '{draft.algorithm.name}' grow no trees: leave tree out, for a chain")
+            raise ForedraftError(f"drafts by algorithm '{draft.config.foredraft['algorithm']}' grow no trees: leave tree out, for a chain")
         self.drafter: TreeDrafter = drafter
         self.draft, self.captured, self.shape, self.stats, self.streamer = draft, captured, shape, stats, streamer
         self.draft_ids = draft.draft_ids
@@ -47,8 +47,11 @@ class TreeDecoding:
         """Decode `input_ids` [1, L]; returns what the settings ask for."""
         check_tree_decoding(model, input_ids, generation_config, model_kwargs.get("past_key_values"))
         self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
-        self.ids, self.scores, self.logits, self.hidden = input_ids, [], [], []
-        cache, mask, positions = (model_kwargs.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+        self.ids = input_ids
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        self.hidden: list[tuple[Tensor, ...]] = []
+        cache, mask, positions = model_kwargs["past_key_values"], model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         # transformers hides padding ids in the prompt, unless told otherwise: hidden they stay, and positions count the others.
         self.hides = [] if mask is None else (mask[0] == 0).nonzero().flatten().tolist()
         self.shift = 0 if positions is None else int(positions[0, -1]) + 1 - input_ids.shape[1]
