@@ -15,6 +15,7 @@ from foredraft.decoding import AutoregressiveDrafter
 from foredraft.fused_loss import fused_cross_entropy
 from foredraft.losses import Teacher, step_weights
 from foredraft.protocols import Batch, Frozen, Layout, Step
+from foredraft.supervision import reachable
 
 if TYPE_CHECKING:
     from foredraft import BaseDraft, Signal
@@ -58,12 +59,12 @@ class Eagle3(AlgorithmBase):
         """
         spans_BS, documents_BS = batch["spans"], batch["documents"]
         length = spans_BS.shape[1]
-        rows_B = list(zip(spans_BS, documents_BS, strict=True))
-        slots = [self._supervised(*row, 0) for row in rows_B]
+        slots = [mask_S.nonzero()[:, 0] for mask_S in reachable(spans_BS, documents_BS, 0)]
         width = max(1, *(len(s) for s in slots))
         queries, rows = [], []
         for k in range(self.options.ttt_steps):
-            at = [torch.isin(s, self._supervised(*row, k)).nonzero()[:, 0] for s, row in zip(slots, rows_B, strict=True)]
+            mask_BS = reachable(spans_BS, documents_BS, k)
+            at = [mask_S[s].nonzero()[:, 0] for s, mask_S in zip(slots, mask_BS, strict=True)]
             queries.append(torch.cat([b * width + q for b, q in enumerate(at)]))
             rows.append(torch.cat([b * length + slots[b][q] + 1 + k for b, q in enumerate(at)]))
         teacher_rows, inverse = torch.cat(rows).unique(return_inverse=True)
@@ -75,12 +76,6 @@ class Eagle3(AlgorithmBase):
             "teacher_rows": teacher_rows,
             "counts": torch.tensor(counts),
         }
-
-    def _supervised(self, spans_S: Tensor, documents_S: Tensor, step: int) -> Tensor:
-        count = max(0, len(spans_S) - 2 - step)
-        first, last = spans_S[1 : 1 + count], spans_S[2 + step :]
-        own = documents_S[:count] == documents_S[1 : 1 + count]  # no slot leads into a document that begins with a span
-        return ((first >= 0) & (first == last) & own).nonzero()[:, 0]
 
     def loss(self, draft: "BaseDraft", batch: Batch, signal: "Signal", counts: Tensor) -> Step:
         """Soft cross-entropy of every step, Σ 0.8^k L_k / Σ 0.8^k with L_k the mean over supervised slots."""

@@ -12,6 +12,7 @@ from foredraft import AlgorithmBase, DraftSpec, hookimpl
 from foredraft.fused_loss import fused_cross_entropy
 from foredraft.losses import Teacher, step_weights
 from foredraft.protocols import Batch, Choose, Frozen, Step
+from foredraft.supervision import reachable
 
 if TYPE_CHECKING:
     from foredraft import BaseDraft, Signal
@@ -56,14 +57,8 @@ class Medusa(AlgorithmBase):
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
         """Per head k, `slots[k]` [N_k] in the flattened [B·S]: those with x_{t+1} .. x_{t+2+k} in one span of x_t's document."""
-        spans_BS, documents_BS = batch["spans"], batch["documents"]
-        length = spans_BS.shape[1]
-        slots = []
-        for k in range(self.options.num_heads):
-            count = max(0, length - 2 - k)
-            first, last = spans_BS[:, 1 : 1 + count], spans_BS[:, 2 + k :]
-            row, slot = ((first >= 0) & (first == last) & (documents_BS[:, :count] == documents_BS[:, 1 : 1 + count])).nonzero().unbind(1)
-            slots.append(row * length + slot)
+        masks = [reachable(batch["spans"], batch["documents"], k) for k in range(self.options.num_heads)]
+        slots = [mask_BS.flatten().nonzero()[:, 0] for mask_BS in masks]
         teacher_rows, inverse = torch.cat([s + 1 + k for k, s in enumerate(slots)]).unique(return_inverse=True)
         counts = [len(s) for s in slots]
         return {"slots": slots, "teachers": list(inverse.split(counts)), "teacher_rows": teacher_rows, "counts": torch.tensor(counts)}
