@@ -149,12 +149,6 @@ class DeepseekV3MoEDraft(DeepseekV3Draft, DeepseekV3PreTrainedModel):
                     module.balance()
         return super().forward(batch, signal, counts)
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, BalancedRouter):
-            torch.nn.init.zeros_(module.load)
-
 
 @hookimpl
 def foredraft_adapters() -> list[type]:
