@@ -11,6 +11,7 @@ import pluggy
 
 from . import hookspecs
 from .errors import ForedraftError, nearest
+from .requirements import lacking
 
 KINDS = ("adapter", "algorithm", "engine")
 
@@ -147,22 +148,23 @@ class Registry:
             module = load()
             self._plugins.register(module, name=f"{distribution}:{name}")
             self._plugins.check_pending()
-            found = [
-                Registered(kind, cls.name, cls, distribution)
+            offered = [
+                (kind, cls)
                 for kind in KINDS
                 for hook in getattr(self._plugins.hook, f"foredraft_{kind}s").get_hookimpls()
                 if hook.plugin is module
                 for cls in hook.function()
             ]
-            if lacking := [r.name for r in found if r.kind == "adapter" and not isinstance(getattr(r.cls, "model_types", None), tuple)]:
-                raise TypeError(f"model_types of adapter {', '.join(lacking)} must be a tuple of names")
+            for kind, cls in offered:
+                if problems := lacking(kind, cls):
+                    raise TypeError(f"{kind} {getattr(cls, '__name__', cls)} needs\n    " + "\n    ".join(problems))
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             if isinstance(error, KeyboardInterrupt):
                 raise
             self._plugins.unregister(name=f"{distribution}:{name}")
             self.broken.append(Broken(name, distribution, f"{type(error).__name__}: {error}"))
         else:
-            self.registered += found
+            self.registered += [Registered(kind, cls.name, cls, distribution) for kind, cls in offered]
 
 
 @cache

@@ -33,11 +33,11 @@ def plugin(*classes: Any) -> SimpleNamespace:
 
 
 def algorithm(name: str) -> type[AlgorithmBase]:
-    return type("Algorithm", (AlgorithmBase,), {"name": name})
+    return type("Algorithm", (default_registry().algorithm("eagle3"),), {"name": name})
 
 
 def adapter(name: str, *model_types: str) -> type[BaseDraft]:
-    return type("Adapter", (BaseDraft,), {"name": name, "model_types": model_types})
+    return type("Adapter", (default_registry().adapter("llama"),), {"name": name, "model_types": model_types})
 
 
 def point(module: Any, name: str = "plugin", distribution: str | None = "some-package") -> SimpleNamespace:
@@ -52,7 +52,7 @@ def point(module: Any, name: str = "plugin", distribution: str | None = "some-pa
 
 
 class Unnamed(AlgorithmBase):
-    pass
+    spec = plan = drafter = None
 
 
 @hookimpl
@@ -64,13 +64,24 @@ def exits() -> None:
     sys.exit(3)
 
 
+NEEDS_ALGORITHM = """TypeError: algorithm Unnamed needs
+    name: the name it is asked for by
+    def loss(self, draft, batch, signal, counts) -> Step"""
+NEEDS_ADAPTER = """TypeError: adapter Untyped needs
+    model_types: a tuple of the targets' model_type names
+    architecture: the name engines know the draft by
+    config_class: a class XConfig(DraftConfigMixin, family's config)
+    norm_class: the family's norm
+    rotary_class: the family's rotary embedding
+    def shape(cls, target) -> dict"""
 BROKEN = {
     "ImportError: No module named 'flash'": ImportError("No module named 'flash'"),
     "SystemExit: 3": SystemExit(3),
     "SystemExit: 3 (in the hook)": SimpleNamespace(foredraft_algorithms=exits),
-    "AttributeError: type object 'Unnamed' has no attribute 'name'": plugin(Unnamed),
+    NEEDS_ALGORITHM: plugin(Unnamed),
+    "TypeError: algorithm int needs\n    to be a subclass of foredraft.AlgorithmBase": plugin(int),
     "TypeError: 'NoneType' object is not iterable": SimpleNamespace(foredraft_algorithms=forgets_to_return),
-    "TypeError: model_types of adapter untyped must be a tuple of names": plugin(type("Untyped", (BaseDraft,), {"name": "untyped"})),
+    NEEDS_ADAPTER: plugin(type("Untyped", (BaseDraft,), {"name": "untyped", "model_types": "llama", "make_mlp": print})),
 }
 
 
@@ -169,7 +180,7 @@ class TestRegister:
 
     def test_a_broken_one_raises(self) -> None:
         registry = Registry(entry_points=[])
-        with pytest.raises(ForedraftError, match="plugin throw-away \\(from this process\\): AttributeError"):
+        with pytest.raises(ForedraftError, match="plugin throw-away \\(from this process\\): TypeError: algorithm Unnamed needs"):
             registry.register(plugin(Unnamed))
         assert registry.broken == []
 

@@ -1,0 +1,11 @@
+"""The conformance kit: test classes that the suite of an adapter or an algorithm subclasses. Needs pytest."""
+
+import pytest
+
+# Messages are written out; should one be forgotten, pytest still shows the values.
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in ("adapters", "algorithms", "common", "disk")))
+
+from .adapters import AdapterTests  # noqa: E402
+from .algorithms import AlgorithmTests  # noqa: E402
+
+__all__ = ["AdapterTests", "AlgorithmTests"]

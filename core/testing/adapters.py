@@ -1,0 +1,337 @@
+"""`AdapterTests`: what every draft class must do, whatever its family; see `docs/testing.md`."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from ..attention import Causal, DecodingCache, Full, Masked, Unrolled, UnrolledCache
+from ..checkpoint import save_draft
+from ..decoding import generate
+from ..draft import BaseDraft
+from ..errors import ForedraftError
+from ..protocols import AlgorithmBase, DraftSpec, Frozen, Layout
+from ..registry import default_registry
+from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, randomize, registry_of
+from .disk import check_config, check_names, check_round_trip, names_on_disk
+from .tiny import tiny_batch, tiny_model, tiny_rows, tiny_signal
+
+SPECS = {
+    "fuse": DraftSpec(num_layers=2),
+    "norms": DraftSpec(fc_norm=True, norm_output=True),
+    "qk_norm": DraftSpec(qk_norm=True),
+    "prefix": DraftSpec(wiring="prefix", num_layers=2, context_norm=True, qk_norm=True),
+}
+"""The drafts that algorithms ask for, by the name of the test case."""
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, -1, -1]])
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 0, 1]])
+ONE, ASCENDING = torch.zeros(2, 8, dtype=torch.long), torch.arange(8).expand(2, -1)
+
+
+class Probe(AlgorithmBase):
+    """Asks for a draft of a given spec, and no more: the checks ask the draft itself."""
+
+    name = "probe"
+
+    class Options(Frozen):
+        """The draft to ask for."""
+
+        draft: DraftSpec = DraftSpec()
+
+    @property
+    def spec(self) -> DraftSpec:
+        """As the options say."""
+        return self.options.draft
+
+    def _never(self, *_: Any) -> Any:
+        raise AssertionError("the probe neither trains nor drafts")
+
+    plan = loss = drafter = _never
+
+
+class AdapterTests(Conformance):
+    """Subclass it as `class TestMine(AdapterTests)` and supply the fixtures `adapter` and `target_config`."""
+
+    specs: ClassVar[dict[str, DraftSpec]] = SPECS
+
+    @pytest.fixture
+    def adapter(self) -> type[BaseDraft]:
+        """The draft class under test."""
+        raise missing(self, "adapter", "the draft class under test", "MyDraft")
+
+    @pytest.fixture
+    def target_config(self) -> Any:
+        """The config of a tiny target of the family."""
+        raise missing(
+            self,
+            "target_config",
+            "the config of a tiny target (8 layers, 50 tokens)",
+            "MyConfig(num_hidden_layers=8, ...)",
+        )
+
+    @pytest.fixture
+    def draft(self, adapter: type[BaseDraft], target_config: Any, case: str) -> BaseDraft:
+        """A draft with random weights, for each spec that the adapter takes."""
+        return build(adapter, target_config, Probe(draft=self.specs[case]))
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """A case per spec, and one per algorithm installed."""
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", list(self.specs))
+        if "algorithm_name" in metafunc.fixturenames:
+            metafunc.parametrize("algorithm_name", sorted({r.name for r in default_registry().registered if r.kind == "algorithm"}))
+
+    def test_registers(self, adapter: type[BaseDraft], target_config: Any) -> None:
+        """The registry takes it, and finds it for its targets."""
+        text = target_config.get_text_config()
+        try:
+            found = registry_of(adapter, Probe).adapter_for(text.model_type, target_config)
+        except ForedraftError as error:
+            raise AssertionError(f"{adapter.__name__} is not found for targets of model_type '{text.model_type}': {error}") from error
+        assert found is adapter
+
+    def test_shapes(self, draft: BaseDraft) -> None:
+        """The four methods give what the contract says."""
+        config, (embeds, context) = draft.config, inputs(draft)
+        aux = torch.randn(2, 8, config.num_aux_hidden_states * config.target_hidden_size)
+        hidden = everywhere(draft, embeds, context, ONE, ASCENDING)
+        for name, found, size in (
+            ("embed_input_ids", draft.embed_input_ids(ONE), config.hidden_size),
+            ("project_hidden_states", draft.project_hidden_states(aux), config.hidden_size),
+            ("backbone", hidden, config.hidden_size),
+            ("compute_logits", draft.compute_logits(hidden), config.draft_vocab_size),
+        ):
+            assert found.shape == (2, 8, size), f"{name} must give (2, 8, {size}) for 8 inputs in 2 rows, found {tuple(found.shape)}"
+
+    def test_no_future_leak(self, draft: BaseDraft) -> None:
+        """What comes later changes nothing before it."""
+        embeds, context = inputs(draft)
+        before = everywhere(draft, embeds, context, ONE, ASCENDING)
+        for t in (1, 4, 7):
+            changed = [torch.cat([x[:, :t], torch.randn_like(x[:, t:])], dim=1) for x in (embeds, context)]
+            after = everywhere(draft, *changed, ONE, ASCENDING)
+            assert gap(after[:, :t], before[:, :t]) < TOLERANCE, (
+                f"outputs before position {t} changed when inputs from {t} on did: the future leaks into the past. "
+                "The attention must leave who sees whom to pattern.attend(q, keys, values, scale)"
+            )
+            assert gap(after[:, t:], before[:, t:]) > TOLERANCE, f"outputs from position {t} on do not depend on their own inputs"
+
+    def test_no_document_leak(self, draft: BaseDraft) -> None:
+        """Packed documents give what they give alone, and no gradient crosses from one to the other."""
+        embeds, context = (x.requires_grad_() for x in inputs(draft))
+        packed = everywhere(draft, embeds, context, DOCUMENTS, POSITIONS)[:1]
+        alone = everywhere(draft, embeds[:1, 4:], context[:1, 4:], ONE[:1, :4], ASCENDING[:1, :4])
+        assert gap(packed[:, 4:], alone) < TOLERANCE, (
+            "a document packed behind another gives other outputs than alone: documents leak into each other, or positions are counted "
+            "over the row instead of read from layout.positions"
+        )
+        leaks = [x[:, :4] for x in torch.autograd.grad(packed[:, 4:].square().sum(), (embeds, context))]
+        assert not any(bool(x.any()) for x in leaks), "the second document's loss has a gradient in the first: documents leak"
+
+    def test_positions_are_read(self, draft: BaseDraft) -> None:
+        """Other positions, other outputs: the rotary embedding is applied, to what the layout says."""
+        embeds, context = inputs(draft)
+        near, far = (everywhere(draft, embeds, context, ONE, ASCENDING * stride) for stride in (1, 3))
+        assert gap(far, near) > TOLERANCE, "outputs do not depend on layout.positions: apply the `rotary` given to the attention to q and k"
+
+    def test_rows_select(self, draft: BaseDraft) -> None:
+        """`layout.rows` gives the same numbers for fewer inputs."""
+        fused(draft)
+        embeds, context = inputs(draft)
+        rows = torch.tensor([[1, 4, 6], [0, 2, 5]])
+        layout = Layout(POSITIONS, Causal(DOCUMENTS, rows), rows, below=Causal(DOCUMENTS))
+        every = everywhere(draft, embeds, context, DOCUMENTS, POSITIONS)
+        some = draft.backbone(embeds, context, layout)
+        expected = every.gather(1, rows[..., None].expand(-1, -1, every.shape[-1]))
+        assert gap(some, expected) < TOLERANCE, "outputs at layout.rows differ from those of all inputs: rotate queries as their rows say"
+
+    def test_cache_parity(self, draft: BaseDraft) -> None:
+        """Decoding step by step with a cache, taking back what was not accepted, gives what one pass gives."""
+        embeds, context = inputs(draft)
+        once, stepwise = (decode(draft, embeds, context, cuts) for cuts in ([8], [3, 4, 8]))
+        assert gap(stepwise, once) < TOLERANCE, (
+            "decoding with a cache differs from one pass over the same inputs: hand keys (after rotation) and values to "
+            "cache.extend(layer, k, v) under the layer's own number, and attend over what it returns"
+        )
+
+    def test_unrolled_steps(self, draft: BaseDraft) -> None:
+        """Training-time test equals drafting each slot alone, from scratch, as serving does."""
+        fused(draft)
+        embeds, context = inputs(draft)
+        rows = torch.tensor([[1, 2, 6], [0, 2, 5]])
+        fed = torch.randn(3, 2, 3, embeds.shape[-1])  # embeddings of the tokens fed at steps 1 and 2
+        cache, pattern = UnrolledCache(), Unrolled(DOCUMENTS, rows)
+        hidden = draft.backbone(embeds, context, Layout(POSITIONS, pattern, rows, below=Causal(DOCUMENTS)), cache)
+        states = [hidden]
+        for k in (1, 2):
+            hidden = draft.backbone(fed[k], hidden, Layout(POSITIONS.gather(1, rows) + k, pattern), cache)
+            states.append(hidden)
+        for b, q in [(0, 0), (0, 2), (1, 1), (1, 2)]:
+            expected = chain(draft, embeds[b], context[b], DOCUMENTS[b], int(rows[b, q]), [f[b, q] for f in fed[1:]])
+            for k, (state, reference) in enumerate(zip(states, expected, strict=True)):
+                assert gap(state[b, q], reference) < TOLERANCE, (
+                    f"step {k} of training-time test differs from decoding: slot {int(rows[b, q])} must see the causal keys of step 0 and "
+                    "its own keys of later steps under one softmax, at position slot + step"
+                )
+
+    def test_every_parameter_learns(self, draft: BaseDraft) -> None:
+        """A gradient reaches every trainable parameter."""
+        config = draft.config
+        aux = torch.randn(2, 8, config.num_aux_hidden_states * config.target_hidden_size)
+        context = draft.project_hidden_states(aux)
+        hidden = everywhere(draft, inputs(draft)[0], context, DOCUMENTS, POSITIONS)
+        draft.compute_logits(hidden).square().mean().backward()
+        check_gradients(draft)
+
+    def test_save_and_load(self, draft: BaseDraft, tmp_path: Path) -> None:
+        """Saved and loaded: the same weights bit for bit, and the same outputs."""
+        again = check_round_trip(draft, registry_of(type(draft), Probe), tmp_path / "draft")
+        embeds, context = inputs(draft)
+        before, after = (d.compute_logits(everywhere(d, embeds, context, DOCUMENTS, POSITIONS)) for d in (draft, again))
+        assert gap(after, before) == 0, "the loaded draft has the saved weights but other logits: a buffer or a config field is not saved"
+
+    def test_config_on_disk(self, draft: BaseDraft, tmp_path: Path) -> None:
+        """`config.json` as engines read it."""
+        save_draft(draft, tmp_path / "draft")
+        check_config(tmp_path / "draft", draft)
+
+    def test_names_on_disk(self, draft: BaseDraft, tmp_path: Path) -> None:
+        """Tensor names as engines read them."""
+        fused(draft)
+        save_draft(draft, tmp_path / "draft")
+        check_names(draft.config.foredraft["architecture"], draft.config.num_hidden_layers, names_on_disk(tmp_path / "draft"))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    def test_dtypes(self, draft: BaseDraft, dtype: torch.dtype) -> None:
+        """Forward and backward are finite in either precision, and near each other."""
+        embeds, context = inputs(draft)
+        exact = everywhere(draft, embeds, context, DOCUMENTS, POSITIONS).detach()
+        draft.to(dtype)
+        check_dtype(draft, dtype)
+        hidden = everywhere(draft, embeds.to(dtype), context.to(dtype), DOCUMENTS, POSITIONS)
+        assert hidden.dtype == dtype, f"backbone gave {hidden.dtype} for inputs of {dtype}"
+        assert gap(hidden, exact) < (TOLERANCE if dtype == torch.float32 else 0.1), f"outputs in {dtype} are far from those in float32"
+        hidden.float().square().mean().backward()
+        assert all(bool(p.grad.isfinite().all()) for p in draft.parameters() if p.grad is not None), f"a gradient in {dtype} is not finite"
+
+    def test_gradient_checkpointing(self, draft: BaseDraft) -> None:
+        """Recomputing activations changes no gradient."""
+        if not draft.supports_gradient_checkpointing:
+            pytest.skip("supports_gradient_checkpointing is False")
+        embeds, context = inputs(draft)
+        found = []
+        for enable in (draft.gradient_checkpointing_disable, draft.gradient_checkpointing_enable):
+            enable()
+            everywhere(draft.train(), embeds, context, DOCUMENTS, POSITIONS).square().mean().backward()
+            found.append({n: p.grad.clone() for n, p in draft.named_parameters() if p.grad is not None})
+            draft.zero_grad()
+        other = [n for n, grad in found[0].items() if gap(found[1][n], grad) > TOLERANCE]
+        assert not other, f"with gradient checkpointing the gradients of {', '.join(other)} are others"
+
+    def test_starts_from_the_target(self, draft: BaseDraft, target_config: Any) -> None:
+        """Embedding (frozen) and head are the target's own."""
+        model = tiny_model(target_config)
+        draft.start_from(model)
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        assert torch.equal(draft.embed_tokens.weight, embedding), "after start_from the embedding is not the target's"
+        assert not draft.embed_tokens.weight.requires_grad, "the embedding is trained: it must stay the target's"
+        assert torch.equal(draft.lm_head.weight, head[draft.draft_ids]), "after start_from the head is not the target's"
+        bad = [n for n, p in draft.named_parameters() if not bool(p.isfinite().all())]
+        assert not bad, f"after start_from {', '.join(bad)} hold values that are not finite (never initialised?)"
+
+    def test_with_every_algorithm(self, adapter: type[BaseDraft], target_config: Any, algorithm_name: str) -> None:
+        """Whatever is installed trains on it, and decodes the target's own text."""
+        try:
+            draft = build(adapter, target_config, default_registry().algorithm(algorithm_name)())
+        except ForedraftError as error:
+            pytest.skip(str(error))
+        model = tiny_model(target_config)
+        draft.start_from(model)
+        batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaaaaa", "uubbbb"], ["uaaaaaaaaaaaaaau"]], high=49))
+        loss = draft(batch, tiny_signal(model, draft, batch), batch["counts"])["loss"]
+        assert bool(loss.isfinite()), f"the loss of '{algorithm_name}' is {float(loss)}"
+        loss.backward()
+        check_gradients(draft)
+        check_lossless(model, draft)
+
+
+def build(adapter: type[BaseDraft], target_config: Any, algorithm: AlgorithmBase, **fields: Any) -> Any:
+    """A draft with random weights."""
+    torch.manual_seed(0)
+    return randomize(adapter(adapter.make_config(target_config, algorithm, **fields), algorithm))
+
+
+def inputs(draft: BaseDraft) -> tuple[Tensor, Tensor]:
+    """Random embeddings and context, each [2, 8, D]."""
+    torch.manual_seed(3)
+    embeds, context = torch.randn(2, 2, 8, draft.config.hidden_size).unbind(0)
+    return embeds.clone(), context.clone()
+
+
+def fused(draft: BaseDraft) -> None:
+    """Skips the other wiring, where there is no context per input."""
+    if draft.config.spec.wiring != "fuse":
+        pytest.skip(f"does not apply to the wiring '{draft.config.spec.wiring}'")
+
+
+def everywhere(draft: BaseDraft, embeds: Tensor, context: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+    """The state at every position, which sees what comes before it in its document; under `prefix`: of context, and itself."""
+    if draft.config.spec.wiring == "fuse":
+        return draft.backbone(embeds, context, Layout(positions, Causal(documents)))
+    slots = documents.shape[1]
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        at, other = query % slots, key % slots
+        before = (key < slots) & (other < at) & (documents[b, at] == documents[b, other])
+        return before | (key == query)
+
+    return draft.backbone(embeds, context, Layout(torch.cat([positions, positions], dim=1), Masked(sees)))
+
+
+def decode(draft: BaseDraft, embeds: Tensor, context: Tensor, cuts: list[int]) -> Tensor:
+    """The states of all 8 inputs (`fuse`), or of two embeddings behind all context (`prefix`), confirmed in portions that end at `cuts`.
+
+    After each portion two more inputs are drafted, and forgotten.
+    """
+    cache, states, start = DecodingCache(), [], 0
+    positions, ahead = ASCENDING, torch.tensor([[8, 9]] * 2)
+    for end in cuts:
+        cache.crop(start)
+        if draft.config.spec.wiring == "fuse":
+            layout = Layout(positions[:, start:end], Causal(), below=Causal())
+            states.append(draft.backbone(embeds[:, start:end], context[:, start:end], layout, cache))
+            draft.backbone(embeds[:, :2], context[:, :2], Layout(ahead, Causal()), cache)
+        else:
+            layout = Layout(torch.cat([positions[:, start:end], ahead], dim=1), Full())
+            states = [draft.backbone(embeds[:, :2], context[:, start:end], layout, cache)]
+        start = end
+    return torch.cat(states, dim=1)
+
+
+def chain(draft: BaseDraft, embeds_SD: Tensor, context_SD: Tensor, documents_S: Tensor, slot: int, fed: list[Tensor]) -> list[Tensor]:
+    """The states of one slot at steps 0, 1, ..: each time its whole document so far, and what was drafted behind it, in one causal pass."""
+    start = int((documents_S == documents_S[slot]).nonzero()[0])
+    embeds, context, states = embeds_SD[start : slot + 1], context_SD[start : slot + 1], []
+    for token in [*fed, None]:
+        layout = Layout(torch.arange(len(embeds))[None], Causal())
+        states.append(draft.backbone(embeds[None], context[None], layout)[0, -1])
+        if token is not None:
+            embeds, context = torch.cat([embeds, token[None]]), torch.cat([context, states[-1][None]])
+    return states
+
+
+@torch.no_grad()
+def check_lossless(model: Any, draft: Any) -> None:
+    """Greedy decoding with the draft is the target's own, token for token."""
+    for seed, k in ((0, 1), (1, 4)):
+        ids = torch.randint(1, 49, (1, 5), generator=torch.Generator().manual_seed(seed))
+        settings = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        drafted = generate(model, draft, ids, num_draft_tokens=k, **settings)
+        assert torch.equal(drafted, alone), (
+            f"greedy decoding with {k} drafted tokens gives {drafted[0, 5:].tolist()}, the target alone {alone[0, 5:].tolist()}: "
+            "does the target's own forward give the same logits for several tokens at once as one by one?"
+        )

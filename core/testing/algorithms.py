@@ -1,0 +1,425 @@
+"""`AlgorithmTests`: what every drafting algorithm must do, whatever it drafts; see `docs/testing.md`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ..auto import make_algorithm
+from ..checkpoint import save_draft
+from ..data import DraftCollator
+from ..errors import ForedraftError
+from ..losses import METRICS, Teacher, cross_entropy
+from ..protocols import AlgorithmBase, DraftSpec, Frozen, Step
+from ..registry import default_registry
+from ..target import AuxCapture, Signal, Target
+from .adapters import build, check_lossless
+from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, registry_of
+from .disk import check_config, check_names, check_round_trip, names_on_disk
+from .tiny import gradients, tiny_config, tiny_model, tiny_rows
+
+LETTERS = "uuaaaaaaaaau"
+TWO = [["uuaaaaaaaa", "uubbbbuub"], ["uaaaaauu", "uuaaaaaaaa"]]
+
+
+@dataclass
+class Case:
+    """A target, the algorithm under test and a draft for it with random weights."""
+
+    model: Any
+    draft: Any
+
+    @classmethod
+    def of(cls, algorithm: Any, options: Mapping[str, Any] = {}, target_config: Any = None, adapter: Any = None, **fields: Any) -> "Case":
+        """`target_config` is a tiny Llama by default, `adapter` the one installed for it; `fields` go to `make_config`."""
+        target_config = target_config or tiny_config()
+        adapter = adapter or default_registry().adapter_for(target_config.get_text_config().model_type, target_config)
+        draft = build(adapter, target_config, algorithm(**options), **fields)
+        model = tiny_model(target_config)
+        draft.take_head(model)
+        return cls(model, draft)
+
+    @property
+    def method(self) -> AlgorithmBase:
+        """The algorithm with its options."""
+        return self.draft.algorithm
+
+    @cached_property
+    def target(self) -> Target:
+        """The target as training sees it."""
+        return Target(self.model, self.draft.config.aux_layers)
+
+    def rows(self, packed: Sequence[Sequence[str]], length: int | None = None) -> list[dict[str, Any]]:
+        """Packed rows of random tokens; see `tiny_rows`. The mask token, the last one, does not occur."""
+        return tiny_rows(packed, length, high=min(49, self.draft.config.vocab_size - 1))
+
+    def batch(self, rows: Sequence[dict[str, Any]], seed: int = 0) -> dict[str, Any]:
+        """Rows with the algorithm's plan."""
+        return DraftCollator(self.method, seed)(rows)
+
+    def step(self, batch: dict[str, Any], signal: Signal | None = None, counts: Tensor | None = None) -> Step:
+        """The training loss."""
+        return self.method.loss(self.draft, batch, signal or self.target.capture(batch), batch["counts"] if counts is None else counts)
+
+    def draws(self, rows: Sequence[dict[str, Any]]) -> bool:
+        """Whether the plan draws at random."""
+        return not equal(self.batch(rows, seed=0), self.batch(rows, seed=1))
+
+    @torch.no_grad()
+    def aux(self, ids_L: Tensor) -> Tensor:
+        """The target's aux states of a text, [1, L, A]."""
+        with AuxCapture(self.model, self.draft.config.aux_layers) as captured:
+            self.model(input_ids=ids_L[None], use_cache=False)
+        return captured.aux_BSA
+
+
+class AlgorithmTests(Conformance):
+    """Subclass it as `class TestMine(AlgorithmTests)` and supply the fixture `algorithm`; `options` make it small."""
+
+    @pytest.fixture
+    def algorithm(self) -> type[AlgorithmBase]:
+        """The algorithm under test."""
+        raise missing(self, "algorithm", "the algorithm under test, a class", "MyAlgorithm")
+
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        """Its options; by default none."""
+        return {}
+
+    @pytest.fixture
+    def target_config(self) -> Any:
+        """The config of a tiny target; by default a Llama."""
+        return tiny_config()
+
+    @pytest.fixture
+    def case(self, algorithm: type[AlgorithmBase], options: dict[str, Any], target_config: Any) -> Case:
+        """Target and draft."""
+        return Case.of(algorithm, options, target_config)
+
+    def test_contract(self, algorithm: type[AlgorithmBase], options: dict[str, Any]) -> None:
+        """Options are strict, described and survive JSON; the spec follows from them."""
+        assert issubclass(algorithm.Options, Frozen), f"{algorithm.__name__}.Options must be a subclass of foredraft.protocols.Frozen"
+        silent = [name for name, field in algorithm.Options.model_fields.items() if not field.description]
+        assert not silent, f"{algorithm.__name__}.Options: describe {', '.join(silent)} (Field(..., description=...))"
+        assert algorithm.summary, f"{algorithm.__name__} needs a `summary`: `foredraft plugins` shows it"
+        method = algorithm(**options)
+        assert isinstance(method.spec, DraftSpec), f"{algorithm.__name__}.spec must be a property that gives a DraftSpec"
+        again = make_algorithm(method.name, method.options.model_dump(mode="json"), registry_of(algorithm))
+        assert again.spec == method.spec, "the spec changes when the options are saved and read again: derive it from self.options alone"
+
+    def test_plan_is_deterministic(self, case: Case) -> None:
+        """The plan of a row depends on (seed, epoch, row) alone, not on other draws or on the rows beside it."""
+        rows = case.rows(TWO)
+        torch.manual_seed(1)
+        first = case.batch(rows)
+        torch.manual_seed(2)
+        assert equal(first, case.batch(rows)), "two plans of one batch differ: draw from the generator of each row, never from torch's own"
+        apart = sum(case.batch([row])["counts"] for row in rows)
+        assert torch.equal(first["counts"], apart), (
+            f"counts of two rows are {first['counts'].tolist()} together and {apart.tolist()} apart: "
+            "plan each row by itself, from its own generator"
+        )
+
+    def test_plan_has_what_others_read(self, case: Case) -> None:
+        """`counts` and `teacher_rows`, on the CPU; the teacher is asked only inside assistant spans or right before them."""
+        batch = case.batch(case.rows(TWO))
+        for key in ("counts", "teacher_rows"):
+            assert key in batch, f"plan must give '{key}': see AlgorithmBase.plan"
+            integers = batch[key].ndim == 1 and not batch[key].is_floating_point()
+            assert integers, f"'{key}' must be a vector of integers"
+        assert int(batch["counts"][0]) > 0, "the plan trains nothing of a row with assistant spans of 8, 4 and 1 tokens"
+        length = batch["input_ids"].shape[1]
+        following = batch["spans"].roll(-1, dims=1).flatten()
+        idle = sorted({int(r) % length for r in batch["teacher_rows"] if following[r] < 0})
+        assert not idle, f"teacher_rows {idle} do not come right before an assistant's token: what follows them is not supervised"
+
+    def test_no_future_leak(self, case: Case) -> None:
+        """What lies behind the last trained token changes no loss; neither do the target's features of that token."""
+        for letters in ("uuaaau", "uuaaaau", "uuaaaaaau"):
+            batch = case.batch(case.rows([[letters + "uuu"]]))
+            signal = case.target.capture(batch)
+            expected = case.step(batch, signal).loss
+            last = len(letters) - 2
+            found = case.step(*scrambled(case, batch, signal, slice(last, None), slice(last + 1, None))).loss
+            assert gap(found, expected) < TOLERANCE, (
+                f"the loss on {last - 1} assistant tokens changed when the target's features of the last one, or the tokens after it, did. "
+                "Serving has neither: features and keys of slot t may come from x_t and before, embeddings from x_{t+1} and before"
+            )
+
+    def test_no_document_leak(self, case: Case) -> None:
+        """A document's loss depends on no other document of its row, by value or by gradient."""
+        for packed, other in ((["uuaaaaaa", "uuuuuuuu"], slice(8, None)), (["uuuuuuuu", "uuaaaaaa"], slice(None, 8))):
+            batch = case.batch(case.rows([packed]))
+            signal = case.target.capture(batch)
+            signal = replace(signal, aux_BSA=signal.aux_BSA.clone().requires_grad_())
+            step = case.step(batch, signal)
+            found = case.step(*scrambled(case, batch, signal, other, other)).loss
+            where = "behind" if other.start else "before"
+            assert gap(found, step.loss) < TOLERANCE, f"the loss changed when the document {where} it did: hand `documents` to the pattern"
+            (grad,) = torch.autograd.grad(step.loss, signal.aux_BSA)
+            assert not bool(grad[:, other].any()), f"the loss has a gradient in the document {where} it: documents leak into each other"
+
+    def test_packing(self, case: Case) -> None:
+        """Documents in one row give the loss they give in rows of their own."""
+        first, second = (row["input_ids"] for row in case.rows([["uuaaaaaa"], ["uubbbbub"]]))
+        packed, apart = case.rows([["uuaaaaaa", "uubbbbub"]]), case.rows([["uuaaaaaa"], ["uubbbbub"]])
+        packed[0]["input_ids"] = first + second
+        if case.draws(packed) or case.draws(apart):
+            pytest.skip("the plan draws at random: other rows, other draws (choose `options` that draw nothing to check this)")
+        together, separate = case.batch(packed), case.batch(apart)
+        assert torch.equal(together["counts"], separate["counts"]), (
+            f"packed, two documents have counts {together['counts'].tolist()}, in rows of their own {separate['counts'].tolist()}: "
+            "slots may not reach over the end of a document"
+        )
+        assert gap(case.step(together).loss, case.step(separate).loss) < TOLERANCE, "packed documents give another loss than separate ones"
+
+    def test_accumulation(self, case: Case) -> None:
+        """Two small batches under common counts add up to the large one, loss and gradients."""
+        rows = case.rows(TWO)
+        whole = case.batch(rows)
+        loss = case.step(whole).loss
+        loss.backward()
+        expected = gradients(case.draft)
+        parts = [case.step(case.batch([row]), counts=whole["counts"]).loss for row in rows]
+        assert gap(sum(parts, torch.zeros(())), loss) < TOLERANCE, (
+            f"two batches of one row add up to a loss of {float(sum(parts)):.4g}, both rows in one give {float(loss):.4g}: "
+            "divide by the `counts` that loss() is given, not by those of the batch"
+        )
+        for part in parts:
+            part.backward()
+        other = [name for name, grad in gradients(case.draft).items() if gap(grad, expected[name]) > TOLERANCE]
+        assert not other, f"accumulated gradients differ from those of the large batch: {', '.join(other)}"
+
+    def test_every_parameter_learns(self, case: Case) -> None:
+        """A gradient reaches every trainable parameter."""
+        case.step(case.batch(case.rows(TWO))).loss.backward()
+        check_gradients(case.draft)
+
+    def test_padding(self, case: Case) -> None:
+        """Padding changes nothing, and rows or batches without a supervised token give a loss of zero, never NaN."""
+        rows = [["uuaaaaaaaa"], ["uuuuuu"]]
+        losses = [case.step(case.batch(case.rows(rows, length))).loss for length in (10, 16)]
+        assert all(bool(loss.isfinite()) for loss in losses), (
+            "the loss is not finite where a row is padded: does a query of padding see no key at all, or is something divided by zero?"
+        )
+        assert gap(losses[1], losses[0]) < TOLERANCE, "the loss changed with the amount of padding"
+        idle = case.step(case.batch(case.rows([["uuuuuu"]])))
+        assert float(idle.loss.detach()) == 0, (
+            f"the loss of a batch without a supervised token is {float(idle.loss.detach())}: clamp counts to at least one"
+        )
+        assert idle.loss.requires_grad, "the loss of a batch without a supervised token has no graph: other ranks would wait for ever"
+        idle.loss.backward()
+        bad = [n for n, p in case.draft.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        assert not bad, f"without a supervised token the gradients of {', '.join(bad)} are not finite"
+
+    def test_metrics(self, case: Case) -> None:
+        """Sums per drafting step, under the names that the trainer reads."""
+        batch = case.batch(case.rows(TWO))
+        metrics = case.step(batch).metrics
+        for name in METRICS:
+            assert name in metrics, f"metrics lack '{name}': see foredraft.losses.cross_entropy"
+            assert metrics[name].shape == batch["counts"].shape, f"metric '{name}' must have an entry per drafting step, as `counts` has"
+        assert torch.equal(metrics["count"].long(), batch["counts"]), (
+            f"the plan counted {batch['counts'].tolist()}, the loss {metrics['count'].tolist()}"
+        )
+
+    @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+    def test_half_precision(self, case: Case, precision: str) -> None:
+        """Forward and backward are finite, and near those in float32."""
+        batch = case.batch(case.rows(TWO))
+        signal, exact = case.target.capture(batch), case.step(batch).loss
+        if precision == "bfloat16":
+            case.draft.to(torch.bfloat16)
+            check_dtype(case.draft, torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            loss = case.step(batch, signal).loss
+        assert gap(loss, exact) < 0.05, f"the loss is {float(loss):.4g} in {precision}, {float(exact):.4g} in float32"
+        loss.backward()
+        check_gradients(case.draft)
+
+    @pytest.mark.parametrize("draft_vocab_size", [None, 30], ids=["whole", "reduced"])
+    def test_training_is_decoding(self, case: Case, draft_vocab_size: int | None) -> None:
+        """The logits that training scores are those that the drafter drafts from, at every position and step."""
+        if draft_vocab_size is not None:
+            case = reduced(case, draft_vocab_size)
+        batch = case.batch(case.rows([[LETTERS]]))
+        trained = case.step(batch).metrics
+        drafted, possible = forced(case, batch["input_ids"][0], LETTERS, len(batch["counts"]))
+        compared = 0
+        for k, count in enumerate(trained["count"].long().tolist()):
+            assert count <= possible[k], (
+                f"step {k + 1} trains {count} slots of a text in which serving reaches {possible[k]}: "
+                "a chain starts at an assistant's token, and ends with its turn"
+            )
+            if count < possible[k] or not count:
+                continue  # the plan draws a part of them
+            compared += 1
+            found, expected = trained["cross_entropy"][k], drafted["cross_entropy"][k]
+            assert gap(found, expected) < 10 * TOLERANCE, (
+                f"step {k + 1} of training has a cross-entropy of {float(found) / count:.4f}, the drafter's logits on the same text one "
+                f"of {float(expected) / count:.4f}: training and drafting differ in what they read, see or where it sits"
+            )
+        if not compared:
+            pytest.skip("the plan draws a part of the slots at every step (choose `options` that draw all to check this)")
+
+    def test_drafting_again(self, case: Case) -> None:
+        """Whatever was accepted of earlier drafts, a drafter proposes what a fresh one would."""
+        ids = torch.tensor(case.rows([[LETTERS]])[0]["input_ids"])
+        aux, drafter, known = case.aux(ids), case.method.drafter(case.draft), 0
+        with torch.no_grad():
+            for end in (3, 4, 7, 8, 12):  # nothing accepted, two tokens, ..
+                seen, choose = greedy(case.draft)
+                proposed = drafter.propose(ids[:end], aux[:, known : end - 1], 3, choose)[0]
+                known = end - 1
+                fresh_seen, choose = greedy(case.draft)
+                fresh = case.method.drafter(case.draft).propose(ids[:end], aux[:, : end - 1], 3, choose)[0]
+                same = proposed == fresh and len(seen) == len(fresh_seen)
+                assert same and all(gap(a, b) < TOLERANCE for a, b in zip(seen, fresh_seen, strict=True)), (
+                    f"after {end} tokens in several calls the drafter proposes {proposed}, a fresh one {fresh}: "
+                    "forget what was drafted (crop the cache to the confirmed slots) and read all aux states handed over"
+                )
+
+    @torch.no_grad()
+    def test_drafter_keeps_its_word(self, case: Case) -> None:
+        """It proposes the tokens that `choose` chose, with the very logits they were drawn from, and at most `limit`."""
+        ids = torch.tensor(case.rows([[LETTERS]])[0]["input_ids"])
+        aux, offered = case.aux(ids)[:, :-1], [(7 * i + 3, torch.full((case.draft.config.vocab_size,), float(i))) for i in range(4)]
+
+        def choose(logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor] | None:
+            expected = [token for token, _ in offered[: len(drafted)]]
+            assert logits_W.shape == (case.draft.config.draft_vocab_size,), f"choose takes logits [W], found {tuple(logits_W.shape)}"
+            assert list(drafted) == expected, f"choose was told of the drafted tokens {list(drafted)}, chosen were {expected}"
+            return offered[len(drafted)] if len(drafted) < 3 else None
+
+        for limit in (1, 2, 5):
+            tokens, scores = case.method.drafter(case.draft).propose(ids, aux, limit, choose)
+            assert 1 <= len(tokens) <= min(limit, 3), f"asked for at most {limit} tokens (choose ends it after 3), it drafted {len(tokens)}"
+            assert tokens == [token for token, _ in offered[: len(tokens)]], "the drafted tokens are not those that choose gave"
+            same = len(scores) == len(tokens) and all(torch.equal(s, o) for s, (_, o) in zip(scores, offered, strict=False))
+            assert same, "the logits returned are not those that choose gave: sampling would no longer follow the target's distribution"
+
+    def test_greedy_is_lossless(self, case: Case) -> None:
+        """Greedy decoding gives the target's own text."""
+        case.draft.start_from(case.model)
+        check_lossless(case.model, case.draft)
+
+    @torch.no_grad()
+    def test_sampling_is_lossless(self, case: Case) -> None:
+        """Drafted, accepted or drawn again, a token follows the target's distribution (χ² test)."""
+        ids = torch.tensor(case.rows([["uuaaa"]])[0]["input_ids"])
+        torch.manual_seed(0)
+        aux = case.aux(ids)[:, :-1]
+        p_V = (case.model(ids[None]).logits[0, -1] / 3).softmax(-1)  # warm, so that many tokens occur
+        counts_V = torch.zeros_like(p_V)
+
+        def choose(logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor]:
+            logits_V = torch.full_like(p_V, float("-inf"))
+            logits_V[case.draft.draft_ids] = logits_W.float()
+            return int(torch.multinomial(logits_V.softmax(-1), 1)), logits_V
+
+        for _ in range(300):
+            tokens, scores = case.method.drafter(case.draft).propose(ids, aux, 1, choose)
+            q_V, token = scores[0].softmax(-1), tokens[0]
+            if float(torch.rand(())) > float(p_V[token] / q_V[token]):
+                token = int(torch.multinomial((p_V - q_V).clamp(min=0), 1))
+            counts_V[token] += 1
+        chance = chi_square(counts_V, p_V)
+        assert chance > 1e-4, f"300 sampled tokens follow the target's distribution with a probability of {chance:.1g} only"
+
+    def test_save_and_load(self, case: Case, tmp_path: Path) -> None:
+        """Saved and loaded: the same weights bit for bit, the algorithm's own modules included, and the same loss."""
+        again = check_round_trip(case.draft, registry_of(type(case.draft), type(case.method)), tmp_path / "draft")
+        batch = case.batch(case.rows(TWO))
+        with torch.no_grad():
+            before, after = case.step(batch).loss, Case(case.model, again).step(batch).loss
+        assert gap(after, before) == 0, f"the loss was {float(before):.6g}, and is {float(after):.6g} after saving and loading"
+
+    def test_on_disk(self, case: Case, tmp_path: Path) -> None:
+        """`config.json` and tensor names as engines read them."""
+        save_draft(case.draft, tmp_path / "draft")
+        check_config(tmp_path / "draft", case.draft)
+        check_names(case.draft.config.foredraft["architecture"], case.method.spec.num_layers, names_on_disk(tmp_path / "draft"))
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two batches (dicts, lists, tensors) hold the same."""
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+def scrambled(case: Case, batch: dict[str, Any], signal: Signal, states: slice, tokens: slice) -> tuple[dict[str, Any], Signal]:
+    """The batch with other `tokens`, and the signal with other features (aux and teacher) at `states`; the plan stays."""
+    torch.manual_seed(5)
+    ids_BS, aux_BSA, hidden_BST = batch["input_ids"].clone(), signal.aux_BSA.detach().clone(), signal.hidden_BST.clone()
+    ids_BS[:, tokens] = (ids_BS[:, tokens] + 11) % (case.draft.config.vocab_size - 1)
+    for x in (aux_BSA, hidden_BST):
+        x[:, states] = 3 * torch.randn_like(x[:, states])
+    return {**batch, "input_ids": ids_BS}, case.target.signal(aux_BSA, hidden_BST, batch["teacher_rows"])
+
+
+def reduced(case: Case, size: int) -> Case:
+    """The same with a draft vocabulary of `size` tokens spread over the ids; skips where the algorithm has none."""
+    vocab = case.draft.config.vocab_size
+    try:
+        draft = build(type(case.draft), case.model.config, case.method, draft_vocab_size=size)
+    except ForedraftError as error:
+        pytest.skip(str(error))
+    draft.set_draft_vocabulary(torch.arange(size) * vocab // size)
+    draft.take_head(case.model)
+    return Case(case.model, draft)
+
+
+@torch.no_grad()
+def forced(case: Case, ids_L: Tensor, letters: str, steps: int) -> tuple[dict[str, Tensor], list[int]]:
+    """What a fresh drafter says at every place of the text that serving reaches, when it is made to draft the text itself.
+
+    The metrics of its logits against the target's, and the number of places per drafting step.
+    """
+    end, states, rows = letters.rindex("a") + 1, [[] for _ in range(steps)], [[] for _ in range(steps)]  # type: ignore[var-annotated]
+    aux = case.aux(ids_L)
+    for start in range(letters.index("a") + 1, end):  # the newest token is the assistant's
+
+        def choose(logits_W: Tensor, drafted: list[int], start: int = start) -> tuple[int, None]:
+            states[len(drafted)].append(logits_W)
+            rows[len(drafted)].append(start - 1 + len(drafted))
+            return int(ids_L[start + len(drafted)]), None
+
+        case.method.drafter(case.draft).propose(ids_L[:start], aux[:, : start - 1], min(steps, end - start), choose)
+    possible = [max(0, letters.count("a") - 1 - k) for k in range(steps)]
+    hidden_LT = case.target.decoder(input_ids=ids_L[None], use_cache=False).last_hidden_state[0]
+    signal = case.target.signal(aux, hidden_LT[None], torch.arange(len(ids_L)))
+    teacher = Teacher.of(signal, torch.arange(len(ids_L)), case.draft.draft_ids)
+    empty = torch.zeros(0, case.draft.config.draft_vocab_size)
+    logits = [torch.stack(s) if s else empty for s in states]
+    ones, at = [x.new_ones(len(x)) for x in logits], [torch.tensor(r).long() for r in rows]
+    step = cross_entropy(logits, lambda x: x, teacher, at, ones, case.draft.draft_ids)
+    return step.metrics, possible
+
+
+def greedy(draft: Any) -> tuple[list[Tensor], Any]:
+    """A `choose` that takes the likeliest token, and the list of logits it sees."""
+    seen: list[Tensor] = []
+
+    def choose(logits_W: Tensor, drafted: list[int]) -> tuple[int, None]:
+        seen.append(logits_W.clone())
+        return int(draft.draft_ids[logits_W.argmax()]), None
+
+    return seen, choose
+
+
+def chi_square(counts_V: Tensor, p_V: Tensor) -> float:
+    """The chance of a deviation this large if the counts follow p; rare tokens are pooled."""
+    expected_V = p_V * counts_V.sum()
+    rare = expected_V < 5
+    observed = torch.cat([counts_V[~rare], counts_V[rare].sum()[None]]).double()
+    expected = torch.cat([expected_V[~rare], expected_V[rare].sum()[None]]).double().clamp(min=1e-9)
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2))
