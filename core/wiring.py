@@ -92,13 +92,15 @@ class PrefixLayers(nn.ModuleList):
     def forward(
         self, embeds_BQD: Tensor, context_BSD: Tensor, rotary: Rotary, layout: Layout, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Un-normed output of all Q embeddings, [B, Q, D]. The inputs are the context's S, then the embeddings' Q."""
+        """Un-normed output at `layout.rows`, [B, Q', D]. The inputs are the context's S, then the embeddings' Q."""
         context, hidden_BQD = context_BSD.shape[1], embeds_BQD
-        inputs = torch.arange(context + embeds_BQD.shape[1], device=embeds_BQD.device)
-        rows_BQ = inputs[context:].expand(len(embeds_BQD), -1)
-        for layer in self:
+        embeds_BQ = torch.arange(context, context + embeds_BQD.shape[1], device=embeds_BQD.device).expand(len(embeds_BQD), -1)
+        for i, layer in enumerate(self):
+            last = i == len(self) - 1  # the layers below it work on every embedding: the next one needs its keys and values
+            pattern, rows = (layout.pattern, layout.rows) if last else (layout.below or layout.pattern, None)
             x_BSD = torch.cat([context_BSD, layer.input_layernorm(hidden_BQD)], dim=1)
-            hidden_BQD = layer.attend(hidden_BQD, x_BSD, rotary, layout.pattern, cache, rows_BQ)
+            rows = embeds_BQ if rows is None else rows
+            hidden_BQD = layer.attend(take_rows(hidden_BQD, rows - context), x_BSD, rotary, pattern, cache, rows)
         return hidden_BQD
 
 

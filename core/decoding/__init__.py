@@ -3,7 +3,8 @@
 from .autoregressive import AutoregressiveDrafter
 from .evaluate import evaluate, load_prompts
 from .generate import drafting, generate
+from .parallel import choose_in_turn
 from .stats import DraftingStats
 from .tree import TreeShape
 
-__all__ = ["AutoregressiveDrafter", "DraftingStats", "TreeShape", "drafting", "evaluate", "generate", "load_prompts"]
+__all__ = ["AutoregressiveDrafter", "DraftingStats", "TreeShape", "choose_in_turn", "drafting", "evaluate", "generate", "load_prompts"]
