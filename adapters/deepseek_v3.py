@@ -1,6 +1,6 @@
 """Drafts for DeepSeek-V2 and V3 targets (Kimi-K2 and Moonlight are V3s): multi-head latent attention, dense or with experts."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class DeepseekV3Draft(BaseDraft):
 
     name = "deepseek_v3"
     summary = "latent-attention drafts for DeepSeek-V2, DeepSeek-V3 and Kimi-K2 targets"
-    model_types = ("deepseek_v3", "deepseek_v2", "kimi_k2")
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "deepseek_v2", "kimi_k2")
     architecture = "Eagle3DeepseekV2ForCausalLM"
     config_class = DeepseekDraftConfig
     norm_class = DeepseekV3RMSNorm

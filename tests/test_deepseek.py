@@ -12,7 +12,15 @@ from tiny import gradients, tiny_batch, tiny_document, tiny_rows, tiny_signal
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, Kimi_K25Config, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
+    PretrainedConfig,
+)
 
 from foredraft import ForedraftError, Registry, auto_draft, generate
 from foredraft.adapters import deepseek_v3
@@ -114,11 +122,17 @@ def test_the_adapter_is_found(name: str) -> None:
 
 def test_kimi_k25_has_a_deepseek_inside() -> None:
     """Of a target that sees, the text model decides; transformers makes it a DeepseekV3Config that may call itself kimi_k2."""
-    made = Kimi_K25Config(text_config={**CONFIGS["Kimi-K2"].to_dict(), "model_type": "kimi_k2"})
+    text = {**CONFIGS["Kimi-K2"].to_dict(), "model_type": "kimi_k2"}
+    eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+    made = Kimi_K25Config(text_config=text, vision_config=eyes, projection_hidden_size=64, image_token_id=49)
     assert made.get_text_config().model_type == "kimi_k2"
-    draft = auto_draft(made, registry=REGISTRY)
-    assert draft.config.model_type == "deepseek_v2"
-    assert draft.config.rope_parameters["factor"] == 8.0
+    torch.manual_seed(0)
+    model: Any = Kimi_K25ForConditionalGeneration(made).eval()
+    draft = draft_for(model, "deepseek_v3")
+    assert draft.layers[0].self_attn.o_proj.weight.equal(model.get_decoder().layers[-1].self_attn.o_proj.weight)
+    ids = torch.tensor([[5, 9, 17, 3]])
+    plain = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(generate(model, draft, ids, max_new_tokens=8, pad_token_id=0), plain)
 
 
 def test_config_and_tensors_are_what_engines_read(tmp_path: Path) -> None:
