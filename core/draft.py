@@ -12,7 +12,7 @@ from .attention import GroupedQueryAttention
 from .config import DraftConfigMixin, check_aux_layers, default_aux_layers, describe_target, set_mask_token, versions
 from .errors import ForedraftError
 from .protocols import AlgorithmBase, Batch, DraftSpec, KeyValueCache, Layout
-from .target import Signal, Target
+from .target import Signal, Target, norm_scale
 from .vocabulary import choose_mask_token, choose_vocabulary, count_tokens
 from .wiring import WIRINGS
 
@@ -132,6 +132,22 @@ class BaseDraft(PreTrainedModel):
         """Of an adapter that sets `generic`: why it cannot draft for `target`, whose model_type no adapter lists; None if it can."""
         raise NotImplementedError(f"adapter '{cls.name}' is generic and must say what it takes: def refuses(cls, target) -> str | None")
 
+    def weights_of(self, layer: nn.Module) -> dict[str, Tensor]:
+        """What a target's layer gives a draft's layer to start from, by the draft's names: its parameters and saved buffers.
+
+        Norms are told by what they do: Gemma's keep their weight less one. Where the target norms what its sublayers put
+        out (Gemma 2, OLMo 2), only the norms of what they read have a counterpart.
+        """
+        weights = layer.state_dict()
+        for name, module in layer.named_modules():
+            if "Norm" in type(module).__name__ and getattr(getattr(module, "weight", None), "ndim", 0) == 1:
+                weights[f"{name}.weight"] = norm_scale(module)
+        if "post_feedforward_layernorm.weight" in weights:
+            del weights["post_attention_layernorm.weight"]
+            if "pre_feedforward_layernorm.weight" in weights:
+                weights["post_attention_layernorm.weight"] = weights["pre_feedforward_layernorm.weight"]
+        return weights
+
     def make_mlp(self, layer: int) -> nn.Module:
         """The feed-forward module of a layer."""
         return self.mlp_class(self.config)
@@ -217,8 +233,8 @@ class BaseDraft(PreTrainedModel):
         width = self.config.hidden_size
         self.fc.weight.mul_(0.1)
         self.fc.weight[:, -width:] += torch.eye(width, dtype=self.fc.weight.dtype, device=self.fc.weight.device)
-        for layer, source in zip(reversed(self.layers), reversed(target.decoder.layers), strict=False):
-            layer.start_from(source)
+        for layer, source in zip(reversed(self.layers), reversed(target.layers), strict=False):
+            layer.start_from(self.weights_of(source))
 
     @torch.no_grad()
     def take_head(self, target: Target | PreTrainedModel) -> None:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -55,21 +55,25 @@ def load_target(name: str, dtype: str) -> PreTrainedModel:
 class Target:
     """A causal language model seen by drafts: it captures hidden states and applies its head; it is never trained.
 
-    Raises `ForedraftError` where its head is not understood (final norm and head, applied by hand, must give its own logits).
+    Raises `ForedraftError` where its layers are not found, or its head is not understood (final norm and head, applied by
+    hand, must give its own logits).
     """
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]):
         self.model = model.eval().requires_grad_(False)
         self.aux_layers = check_aux_layers(aux_layers, model.config.get_text_config().num_hidden_layers)
         text = model.config.get_text_config()
-        self._multiplier = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+        self._multiplier = getattr(text, "logit_scale", None) or 1.0
+        for divisor in ("logits_scaling", "logits_mup_width_multiplier"):
+            self._multiplier /= getattr(text, divisor, None) or 1.0
         self._soft_cap: float | None = getattr(text, "final_logit_softcapping", None)
         self._check_head()
+        self._packs = self._keeps_documents_apart()
 
     @property
     def decoder(self) -> Any:
         """The stack of decoder layers, final norm included."""
-        return self.model.get_decoder()
+        return decoder_of(self.model)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -82,9 +86,15 @@ class Target:
         return self.model.get_output_embeddings().weight
 
     @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return decoder_layers(self.model)
+
+    @property
     def norm_weight(self) -> Tensor | None:
-        """The final norm's weight [T], where it has one."""
-        return getattr(getattr(self.decoder, "norm", None), "weight", None)
+        """What the final norm multiplies each feature by, [T], where it has a weight."""
+        norms = [m for m in self.decoder.children() if getattr(getattr(m, "weight", None), "ndim", 0) == 1]
+        return norm_scale(norms[-1]) if norms else None  # the last one: some have another behind their embedding
 
     def head(self, hidden_NT: Tensor, ids_W: Tensor | None = None) -> Tensor:
         """Logits of post-norm hidden states, over the tokens `ids_W` (ascending) or all, float32."""
@@ -101,13 +111,22 @@ class Target:
         """Run the target over a packed batch; documents do not see each other.
 
         transformers tells documents apart by positions that restart (no attention mask given); its flash attention does so
-        for a single row only, so there the batch becomes one.
+        for a single row only, so there the batch becomes one. Families that don't (ALiBi, recurrent layers) see a document a row.
         """
         ids_BS, positions_BS = batch["input_ids"], batch["positions"]
-        shape = (1, -1) if "flash" in str(self.model.config._attn_implementation) else ids_BS.shape
         with AuxCapture(self.model, self.aux_layers) as captured, torch.autocast(ids_BS.device.type, enabled=False):
-            out = self.decoder(input_ids=ids_BS.view(shape), position_ids=positions_BS.view(shape), use_cache=False)
-        aux_BSA, hidden_BST = (states.view(*ids_BS.shape, -1) for states in (captured.aux_BSA, out.last_hidden_state))
+            if self._packs:
+                shape = (1, -1) if "flash" in str(self.model.config._attn_implementation) else ids_BS.shape
+                out = self.decoder(input_ids=ids_BS.view(shape), position_ids=positions_BS.view(shape), use_cache=False)
+                states = captured.aux_BSA, out.last_hidden_state
+            else:
+                # Padded behind: nothing looks ahead, so no mask is needed.
+                number, offset = (positions_BS == 0).flatten().cumsum(0) - 1, positions_BS.flatten()
+                ids_NL = ids_BS.new_zeros(int(number[-1]) + 1, int(offset.max()) + 1)
+                ids_NL[number, offset] = ids_BS.flatten()
+                out = self.decoder(input_ids=ids_NL, use_cache=False)
+                states = captured.aux_BSA[number, offset], out.last_hidden_state[number, offset]
+        aux_BSA, hidden_BST = (s.view(*ids_BS.shape, -1) for s in states)
         return self.signal(aux_BSA, hidden_BST, batch["teacher_rows"])
 
     @torch.no_grad()
@@ -137,8 +156,45 @@ class Target:
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
             raise ForedraftError(
                 f"the head of {type(self.model).__name__} is not understood: final hidden state × head differs from its logits by up to "
-                f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras are logit_scale, logits_scaling and final_logit_softcapping"
+                f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras are logit_scale, logits_scaling, logits_mup_width_multiplier and final_logit_softcapping"
             )
+
+    @torch.no_grad()
+    def _keeps_documents_apart(self) -> bool:
+        """Whether positions that restart start a document: a document that comes twice then gets the same states twice."""
+        ids_12 = torch.arange(1, 5, device=self.model.device).repeat(2)[None] % self.embedding_weight.shape[0]
+        positions_12 = torch.arange(4, device=ids_12.device).repeat(2)[None]
+        try:
+            with torch.autocast(ids_12.device.type, enabled=False):
+                states = self.decoder(input_ids=ids_12, position_ids=positions_12, use_cache=False).last_hidden_state[0].float()
+        except TypeError:  # it takes no positions
+            return False
+        return torch.allclose(states[:4], states[4:], rtol=1e-2, atol=1e-2 * float(states.abs().max()))
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The stack of decoder layers, embedding and final norm included, without the head."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder  # Llama 4's text model is named as if it were multimodal
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a target, whatever its family calls them. Raises `ForedraftError` if it has no such list."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in decoder_of(model).modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ForedraftError(f"{type(model).__name__} has no list of its {count} decoder layers: its hidden states cannot be captured")
+
+
+@torch.no_grad()
+def norm_scale(norm: nn.Module) -> Tensor:
+    """What a norm multiplies each normed feature by, [D]; asked of the norm itself, since Gemma's keep it less one."""
+    weight = norm.weight
+    signs = torch.ones_like(weight)
+    signs[1::2] = -1
+    loud = 4096 * signs  # RMS and deviation are a power of two that drowns epsilon; a mean is 0, a bias drops out below
+    return (norm(loud) - norm(-loud)) / 2 * signs
 
 
 class AuxCapture:
@@ -149,7 +205,7 @@ class AuxCapture:
     """
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]):
-        layers = model.get_decoder().layers
+        layers = decoder_layers(model)
         self._layers = {i: layers[i - 1] for i in aux_layers}
         self._states: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
@@ -170,4 +226,4 @@ class AuxCapture:
         return torch.cat([self._states[i] for i in self._layers], dim=-1)
 
     def _keep(self, i: int, module: Any, arguments: Any, output: Any) -> None:
-        self._states[i] = output[0] if isinstance(output, tuple) else output
+        self._states[i] = output[0] if isinstance(output, tuple | list) else output

@@ -111,7 +111,10 @@ class TestFromATarget:
         ("fields", "error"),
         [
             ({"model_type": "llamma"}, r"(?s)no adapter for targets of model_type 'llamma'; did you mean 'llama'.*to add one"),
-            ({"model_type": "gpt2"}, "no adapter for targets of model_type 'gpt2'"),
+            (
+                {"model_type": "mamba"},
+                r"(?s)no adapter for targets of model_type 'mamba'.*adapter 'generic' cannot take it: it keeps a recurrent",
+            ),
             ({"hidden_size": 3}, r"needs a model_type, found the fields \['hidden_size'\]"),
         ],
     )
