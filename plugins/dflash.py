@@ -188,16 +188,18 @@ class BlockDrafter:
         self.draft, self.block_size, self.cache, self.confirmed = draft, block_size, DecodingCache(), 0
 
     def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
-        """See `foredraft.protocols.Drafter`; never more tokens than a trained block has slots behind its anchor."""
-        draft, start, fresh = self.draft, self.confirmed, aux_1NA.shape[1]
+        """See `foredraft.protocols.Drafter`; never more tokens than a block has slots behind its anchor.
+
+        The block is whole, as in training, however few are wanted: its slots see each other.
+        """
+        draft, size, start, fresh = self.draft, self.block_size, self.confirmed, aux_1NA.shape[1]
         self.confirmed = start + fresh
         self.cache.crop(start)
-        size = min(limit + 1, self.block_size)
         ids_1s = F.pad(ids[None, self.confirmed :], (0, size - 1), value=draft.config.mask_token_id)
         positions = torch.arange(start, self.confirmed + size, device=ids.device)[None]
-        rows = torch.arange(fresh + 1, fresh + size, device=ids.device)[None]
-        layout = Layout(positions, Full(), rows)
-        hidden_1QD = draft.backbone(draft.embed_input_ids(ids_1s), draft.project_hidden_states(aux_1NA), layout, self.cache)
+        rows = torch.arange(fresh + 1, fresh + 1 + min(limit, size - 1), device=ids.device)[None]
+        embeds, context = draft.embed_input_ids(ids_1s), draft.project_hidden_states(aux_1NA)
+        hidden_1QD = draft.backbone(embeds, context, Layout(positions, Full(), rows), self.cache)
         return choose_in_turn(draft.compute_logits(hidden_1QD)[0], choose)
 
 
