@@ -3,7 +3,7 @@
 import pytest
 
 # Messages are written out; should one be forgotten, pytest still shows the values.
-pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in ("adapters", "algorithms", "common", "disk")))
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in ("adapters", "algorithms", "case", "common", "disk", "passes")))
 
 from .adapters import AdapterTests  # noqa: E402
 from .algorithms import AlgorithmTests  # noqa: E402

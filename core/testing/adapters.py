@@ -5,17 +5,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
-from ..attention import Causal, DecodingCache, Full, Masked, Unrolled, UnrolledCache
+from ..attention import Causal, Unrolled, UnrolledCache
 from ..checkpoint import save_draft
-from ..decoding import generate
 from ..draft import BaseDraft
 from ..errors import ForedraftError
-from ..protocols import AlgorithmBase, DraftSpec, Frozen, Layout
+from ..protocols import DraftSpec, Layout
 from ..registry import default_registry
-from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, randomize, registry_of
+from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, registry_of
 from .disk import check_config, check_names, check_round_trip, names_on_disk
+from .passes import ASCENDING, DOCUMENTS, ONE, POSITIONS, Probe, build, chain, check_lossless, decode, everywhere, fused, inputs
 from .tiny import tiny_batch, tiny_model, tiny_rows, tiny_signal
 
 SPECS = {
@@ -25,31 +24,6 @@ SPECS = {
     "prefix": DraftSpec(wiring="prefix", num_layers=2, context_norm=True, qk_norm=True),
 }
 """The drafts that algorithms ask for, by the name of the test case."""
-
-DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, -1, -1]])
-POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 0, 1]])
-ONE, ASCENDING = torch.zeros(2, 8, dtype=torch.long), torch.arange(8).expand(2, -1)
-
-
-class Probe(AlgorithmBase):
-    """Asks for a draft of a given spec, and no more: the checks ask the draft itself."""
-
-    name = "probe"
-
-    class Options(Frozen):
-        """The draft to ask for."""
-
-        draft: DraftSpec = DraftSpec()
-
-    @property
-    def spec(self) -> DraftSpec:
-        """As the options say."""
-        return self.options.draft
-
-    def _never(self, *_: Any) -> Any:
-        raise AssertionError("the probe neither trains nor drafts")
-
-    plan = loss = drafter = _never
 
 
 class AdapterTests(Conformance):
@@ -256,82 +230,3 @@ class AdapterTests(Conformance):
         loss.backward()
         check_gradients(draft)
         check_lossless(model, draft)
-
-
-def build(adapter: type[BaseDraft], target_config: Any, algorithm: AlgorithmBase, **fields: Any) -> Any:
-    """A draft with random weights."""
-    torch.manual_seed(0)
-    return randomize(adapter(adapter.make_config(target_config, algorithm, **fields), algorithm))
-
-
-def inputs(draft: BaseDraft) -> tuple[Tensor, Tensor]:
-    """Random embeddings and context, each [2, 8, D]."""
-    torch.manual_seed(3)
-    embeds, context = torch.randn(2, 2, 8, draft.config.hidden_size).unbind(0)
-    return embeds.clone(), context.clone()
-
-
-def fused(draft: BaseDraft) -> None:
-    """Skips the other wiring, where there is no context per input."""
-    if draft.config.spec.wiring != "fuse":
-        pytest.skip(f"does not apply to the wiring '{draft.config.spec.wiring}'")
-
-
-def everywhere(draft: BaseDraft, embeds: Tensor, context: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
-    """The state at every position, which sees what comes before it in its document; under `prefix`: of context, and itself."""
-    if draft.config.spec.wiring == "fuse":
-        return draft.backbone(embeds, context, Layout(positions, Causal(documents)))
-    slots = documents.shape[1]
-
-    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        at, other = query % slots, key % slots
-        before = (key < slots) & (other < at) & (documents[b, at] == documents[b, other])
-        return before | (key == query)
-
-    return draft.backbone(embeds, context, Layout(torch.cat([positions, positions], dim=1), Masked(sees)))
-
-
-def decode(draft: BaseDraft, embeds: Tensor, context: Tensor, cuts: list[int]) -> Tensor:
-    """The states of all 8 inputs (`fuse`), or of two embeddings behind all context (`prefix`), confirmed in portions that end at `cuts`.
-
-    After each portion two more inputs are drafted, and forgotten.
-    """
-    cache, states, start = DecodingCache(), [], 0
-    positions, ahead = ASCENDING, torch.tensor([[8, 9]] * 2)
-    for end in cuts:
-        cache.crop(start)
-        if draft.config.spec.wiring == "fuse":
-            layout = Layout(positions[:, start:end], Causal(), below=Causal())
-            states.append(draft.backbone(embeds[:, start:end], context[:, start:end], layout, cache))
-            draft.backbone(embeds[:, :2], context[:, :2], Layout(ahead, Causal()), cache)
-        else:
-            layout = Layout(torch.cat([positions[:, start:end], ahead], dim=1), Full())
-            states = [draft.backbone(embeds[:, :2], context[:, start:end], layout, cache)]
-        start = end
-    return torch.cat(states, dim=1)
-
-
-def chain(draft: BaseDraft, embeds_SD: Tensor, context_SD: Tensor, documents_S: Tensor, slot: int, fed: list[Tensor]) -> list[Tensor]:
-    """The states of one slot at steps 0, 1, ..: each time its whole document so far, and what was drafted behind it, in one causal pass."""
-    start = int((documents_S == documents_S[slot]).nonzero()[0])
-    embeds, context, states = embeds_SD[start : slot + 1], context_SD[start : slot + 1], []
-    for token in [*fed, None]:
-        layout = Layout(torch.arange(len(embeds))[None], Causal())
-        states.append(draft.backbone(embeds[None], context[None], layout)[0, -1])
-        if token is not None:
-            embeds, context = torch.cat([embeds, token[None]]), torch.cat([context, states[-1][None]])
-    return states
-
-
-@torch.no_grad()
-def check_lossless(model: Any, draft: Any) -> None:
-    """Greedy decoding with the draft is the target's own, token for token."""
-    for seed, k in ((0, 1), (1, 4)):
-        ids = torch.randint(1, 49, (1, 5), generator=torch.Generator().manual_seed(seed))
-        settings = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
-        alone = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        drafted = generate(model, draft, ids, num_draft_tokens=k, **settings)
-        assert torch.equal(drafted, alone), (
-            f"greedy decoding with {k} drafted tokens gives {drafted[0, 5:].tolist()}, the target alone {alone[0, 5:].tolist()}: "
-            "does the target's own forward give the same logits for several tokens at once as one by one?"
-        )

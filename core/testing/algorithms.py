@@ -1,8 +1,6 @@
 """`AlgorithmTests`: what every drafting algorithm must do, whatever it drafts; see `docs/testing.md`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,70 +10,16 @@ from torch import Tensor
 
 from ..auto import make_algorithm
 from ..checkpoint import save_draft
-from ..data import DraftCollator
-from ..errors import ForedraftError
-from ..losses import METRICS, Teacher, cross_entropy
-from ..protocols import AlgorithmBase, DraftSpec, Frozen, Step
-from ..registry import default_registry
-from ..target import AuxCapture, Signal, Target
-from .adapters import build, check_lossless
+from ..losses import METRICS
+from ..protocols import AlgorithmBase, DraftSpec, Frozen
+from .case import Case, chi_square, equal, forced, greedy, reduced, scrambled
 from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, registry_of
 from .disk import check_config, check_names, check_round_trip, names_on_disk
-from .tiny import gradients, tiny_config, tiny_model, tiny_rows
+from .passes import check_lossless
+from .tiny import gradients, tiny_config
 
 LETTERS = "uuaaaaaaaaau"
 TWO = [["uuaaaaaaaa", "uubbbbuub"], ["uaaaaauu", "uuaaaaaaaa"]]
-
-
-@dataclass
-class Case:
-    """A target, the algorithm under test and a draft for it with random weights."""
-
-    model: Any
-    draft: Any
-
-    @classmethod
-    def of(cls, algorithm: Any, options: Mapping[str, Any] = {}, target_config: Any = None, adapter: Any = None, **fields: Any) -> "Case":
-        """`target_config` is a tiny Llama by default, `adapter` the one installed for it; `fields` go to `make_config`."""
-        target_config = target_config or tiny_config()
-        adapter = adapter or default_registry().adapter_for(target_config.get_text_config().model_type, target_config)
-        draft = build(adapter, target_config, algorithm(**options), **fields)
-        model = tiny_model(target_config)
-        draft.take_head(model)
-        return cls(model, draft)
-
-    @property
-    def method(self) -> AlgorithmBase:
-        """The algorithm with its options."""
-        return self.draft.algorithm
-
-    @cached_property
-    def target(self) -> Target:
-        """The target as training sees it."""
-        return Target(self.model, self.draft.config.aux_layers)
-
-    def rows(self, packed: Sequence[Sequence[str]], length: int | None = None) -> list[dict[str, Any]]:
-        """Packed rows of random tokens; see `tiny_rows`. The mask token, the last one, does not occur."""
-        return tiny_rows(packed, length, high=min(49, self.draft.config.vocab_size - 1))
-
-    def batch(self, rows: Sequence[dict[str, Any]], seed: int = 0) -> dict[str, Any]:
-        """Rows with the algorithm's plan."""
-        return DraftCollator(self.method, seed)(rows)
-
-    def step(self, batch: dict[str, Any], signal: Signal | None = None, counts: Tensor | None = None) -> Step:
-        """The training loss."""
-        return self.method.loss(self.draft, batch, signal or self.target.capture(batch), batch["counts"] if counts is None else counts)
-
-    def draws(self, rows: Sequence[dict[str, Any]]) -> bool:
-        """Whether the plan draws at random."""
-        return not equal(self.batch(rows, seed=0), self.batch(rows, seed=1))
-
-    @torch.no_grad()
-    def aux(self, ids_L: Tensor) -> Tensor:
-        """The target's aux states of a text, [1, L, A]."""
-        with AuxCapture(self.model, self.draft.config.aux_layers) as captured:
-            self.model(input_ids=ids_L[None], use_cache=False)
-        return captured.aux_BSA
 
 
 class AlgorithmTests(Conformance):
@@ -279,7 +223,8 @@ class AlgorithmTests(Conformance):
                 fresh_seen, choose = greedy(case.draft)
                 fresh = case.method.drafter(case.draft).propose(ids[:end], aux[:, : end - 1], 3, choose)[0]
                 same = proposed == fresh and len(seen) == len(fresh_seen)
-                assert same and all(gap(a, b) < TOLERANCE for a, b in zip(seen, fresh_seen, strict=True)), (
+                same = same and all(gap(a, b) < TOLERANCE for a, b in zip(seen, fresh_seen, strict=True))
+                assert same, (
                     f"after {end} tokens in several calls the drafter proposes {proposed}, a fresh one {fresh}: "
                     "forget what was drafted (crop the cache to the confirmed slots) and read all aux states handed over"
                 )
@@ -344,82 +289,3 @@ class AlgorithmTests(Conformance):
         save_draft(case.draft, tmp_path / "draft")
         check_config(tmp_path / "draft", case.draft)
         check_names(case.draft.config.foredraft["architecture"], case.method.spec.num_layers, names_on_disk(tmp_path / "draft"))
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether two batches (dicts, lists, tensors) hold the same."""
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
-
-
-def scrambled(case: Case, batch: dict[str, Any], signal: Signal, states: slice, tokens: slice) -> tuple[dict[str, Any], Signal]:
-    """The batch with other `tokens`, and the signal with other features (aux and teacher) at `states`; the plan stays."""
-    torch.manual_seed(5)
-    ids_BS, aux_BSA, hidden_BST = batch["input_ids"].clone(), signal.aux_BSA.detach().clone(), signal.hidden_BST.clone()
-    ids_BS[:, tokens] = (ids_BS[:, tokens] + 11) % (case.draft.config.vocab_size - 1)
-    for x in (aux_BSA, hidden_BST):
-        x[:, states] = 3 * torch.randn_like(x[:, states])
-    return {**batch, "input_ids": ids_BS}, case.target.signal(aux_BSA, hidden_BST, batch["teacher_rows"])
-
-
-def reduced(case: Case, size: int) -> Case:
-    """The same with a draft vocabulary of `size` tokens spread over the ids; skips where the algorithm has none."""
-    vocab = case.draft.config.vocab_size
-    try:
-        draft = build(type(case.draft), case.model.config, case.method, draft_vocab_size=size)
-    except ForedraftError as error:
-        pytest.skip(str(error))
-    draft.set_draft_vocabulary(torch.arange(size) * vocab // size)
-    draft.take_head(case.model)
-    return Case(case.model, draft)
-
-
-@torch.no_grad()
-def forced(case: Case, ids_L: Tensor, letters: str, steps: int) -> tuple[dict[str, Tensor], list[int]]:
-    """What a fresh drafter says at every place of the text that serving reaches, when it is made to draft the text itself.
-
-    The metrics of its logits against the target's, and the number of places per drafting step.
-    """
-    end, states, rows = letters.rindex("a") + 1, [[] for _ in range(steps)], [[] for _ in range(steps)]  # type: ignore[var-annotated]
-    aux = case.aux(ids_L)
-    for start in range(letters.index("a") + 1, end):  # the newest token is the assistant's
-
-        def choose(logits_W: Tensor, drafted: list[int], start: int = start) -> tuple[int, None]:
-            states[len(drafted)].append(logits_W)
-            rows[len(drafted)].append(start - 1 + len(drafted))
-            return int(ids_L[start + len(drafted)]), None
-
-        case.method.drafter(case.draft).propose(ids_L[:start], aux[:, : start - 1], min(steps, end - start), choose)
-    possible = [max(0, letters.count("a") - 1 - k) for k in range(steps)]
-    hidden_LT = case.target.decoder(input_ids=ids_L[None], use_cache=False).last_hidden_state[0]
-    signal = case.target.signal(aux, hidden_LT[None], torch.arange(len(ids_L)))
-    teacher = Teacher.of(signal, torch.arange(len(ids_L)), case.draft.draft_ids)
-    empty = torch.zeros(0, case.draft.config.draft_vocab_size)
-    logits = [torch.stack(s) if s else empty for s in states]
-    ones, at = [x.new_ones(len(x)) for x in logits], [torch.tensor(r).long() for r in rows]
-    step = cross_entropy(logits, lambda x: x, teacher, at, ones, case.draft.draft_ids)
-    return step.metrics, possible
-
-
-def greedy(draft: Any) -> tuple[list[Tensor], Any]:
-    """A `choose` that takes the likeliest token, and the list of logits it sees."""
-    seen: list[Tensor] = []
-
-    def choose(logits_W: Tensor, drafted: list[int]) -> tuple[int, None]:
-        seen.append(logits_W.clone())
-        return int(draft.draft_ids[logits_W.argmax()]), None
-
-    return seen, choose
-
-
-def chi_square(counts_V: Tensor, p_V: Tensor) -> float:
-    """The chance of a deviation this large if the counts follow p; rare tokens are pooled."""
-    expected_V = p_V * counts_V.sum()
-    rare = expected_V < 5
-    observed = torch.cat([counts_V[~rare], counts_V[rare].sum()[None]]).double()
-    expected = torch.cat([expected_V[~rare], expected_V[rare].sum()[None]]).double().clamp(min=1e-9)
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2))

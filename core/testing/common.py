@@ -1,6 +1,5 @@
 """What both suites share: declared failures, fixtures that must be supplied, random weights, and comparing."""
 
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -83,9 +82,9 @@ def gap(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-def check_gradients(draft: Any, unused: Iterable[str] = ()) -> None:
+def check_gradients(draft: Any) -> None:
     """Every trainable parameter has a finite gradient, and one that is not all zeros."""
-    trained = {name: p.grad for name, p in draft.named_parameters() if p.requires_grad and name not in set(unused)}
+    trained = {name: p.grad for name, p in draft.named_parameters() if p.requires_grad}
     none = [name for name, grad in trained.items() if grad is None or not bool(grad.any())]
     assert not none, (
         f"no gradient reaches {', '.join(none)}: the forward pass never uses them, or cuts the graph (detach, no_grad, argmax); "

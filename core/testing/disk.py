@@ -41,7 +41,8 @@ def check_names(architecture: str, num_layers: int, names: set[str]) -> None:
     expected = {f"{n}.weight" for n in top} | {f"layers.{i}.{n}.weight" for i in range(num_layers) for n in layer}
     unknown = sorted(n for n in names - expected if not re.fullmatch(optional, n))
     lacking = sorted(expected - names)
-    assert not (unknown or lacking), (
+    wrong = [*unknown, *lacking]
+    assert not wrong, (
         f"engines know '{architecture}' by other tensors: they would ignore {', '.join(unknown) or 'nothing'} and miss "
         f"{', '.join(lacking) or 'nothing'}, mostly without a word; rename the modules, or claim another architecture"
     )
