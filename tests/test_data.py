@@ -180,6 +180,19 @@ class TestRenderer:
         assert "assistant turn 0" in text
         assert "    user: 'a'\n    assistant: '<think>x</think>b'\n    user: 'c'" in text
 
+    def test_text_that_is_closed_only_at_its_end(self) -> None:
+        """Phi-3's template puts an end-of-text token behind the last turn, whoever spoke: not the model's, and no rewriting of turns."""
+        marks = "<|user|>", "<|assistant|>", "<|end|>"
+        template = (
+            "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+        )
+        tokenizer = tiny_tokenizer(template, eos="<|endoftext|>")
+        tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+        rendered = Renderer(tokenizer).render(chat("a question", "an answer", "another", "one more"))
+        assert supervised(tokenizer, rendered.ids, rendered.spans) == ["an answer<|end|>", "one more<|end|>"]
+        assert tokenizer.decode(rendered.ids).endswith("one more<|end|>\n<|endoftext|>")
+
     def test_tags_that_mark_nothing(self) -> None:
         tokenizer = tiny_tokenizer(CHATML + "{% generation %}{% endgeneration %}")
         with pytest.raises(ForedraftError, match=r"(?s)here: the template's generation tags marked nothing.*assistant: 'b'"):

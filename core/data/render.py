@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
@@ -80,7 +81,8 @@ class Renderer:
         for turn, i in enumerate(turns):
             if i == 0:
                 continue  # nobody asked: a greeting that the model is not prompted for
-            asked, answered = self._text(messages[:i], where, prompt=True), self._text(messages[: i + 1], where)
+            asked = self._text(messages[:i], where, prompt=True)
+            answered = self._text(messages[: i + 1], where).removesuffix(self._closing)
             if not (answered.startswith(asked) and text.startswith(answered)):
                 raise ForedraftError(
                     f"{where}: no consistent assistant mask: its chat template renders the text up to assistant turn {turn} differently "
@@ -91,6 +93,14 @@ class Renderer:
             for n in self._to_end_of_turn(ids, inside):
                 spans[n] = turn
         return Rendered(ids, spans)
+
+    @cached_property
+    def _closing(self) -> str:
+        """The end-of-text token where the template puts it behind the conversation, whoever spoke last (Phi-3): nobody writes it."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        eos = str(self.tokenizer.eos_token or "")
+        one, two = (self._text(turns[:n], "the chat template") for n in (1, 2))
+        return eos if one.endswith(eos) and not two.startswith(one) and two.startswith(one.removesuffix(eos)) else ""
 
     def _to_end_of_turn(self, ids: list[int], inside: list[int]) -> list[int]:
         """Cut what the template puts after the end-of-turn token: the model never writes it."""
