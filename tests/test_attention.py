@@ -217,9 +217,9 @@ class TestMasked:
         return tensors, sees, rows_BQ
 
     @pytest.mark.parametrize("rows", [False, True])
-    @pytest.mark.parametrize("entries", [2**24, 60])
-    def test_dense_equals_eager(self, rows: bool, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("foredraft.attention.masked.ENTRIES", entries)
+    @pytest.mark.parametrize("chunk", [256, 3])
+    def test_dense_equals_eager(self, rows: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("foredraft.attention.masked.CHUNK", chunk)
         (q, k, v), sees, rows_BQ = self.case(rows)
         results = []
         for backend in ("eager", "auto"):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Entries of the mask alive at a time; scores are never held, but SDPA reads a mask as dense as they are.
-ENTRIES = 2**24
+# Queries at a time: few, so that their common keys are few too.
+CHUNK = 256
 
 
 def dense_mask(sees: Callable[..., Tensor], rows_BQ: Tensor, keys: int) -> Tensor:
@@ -20,14 +20,14 @@ def dense_mask(sees: Callable[..., Tensor], rows_BQ: Tensor, keys: int) -> Tenso
 
 
 def masked_dense(q_BHQd: Tensor, k_BHKd: Tensor, v_BHKd: Tensor, sees: Callable[..., Tensor], rows_BQ: Tensor, scale: float) -> Tensor:
-    """SDPA over chunks of queries."""
-    batch, keys = len(q_BHQd), k_BHKd.shape[2]
-    size = max(1, ENTRIES // (batch * keys))
-    parts = [
-        F.scaled_dot_product_attention(q, k_BHKd, v_BHKd, attn_mask=dense_mask(sees, rows, keys), scale=scale)
-        for q, rows in zip(q_BHQd.split(size, dim=2), rows_BQ.split(size, dim=1), strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    """SDPA over chunks of queries, each with the keys that any of them sees."""
+    parts = []
+    for q, rows in zip(q_BHQd.split(CHUNK, dim=2), rows_BQ.split(CHUNK, dim=1), strict=True):
+        mask_B1QK = dense_mask(sees, rows, k_BHKd.shape[2])
+        seen = mask_B1QK.flatten(0, 2).any(0).nonzero()[:, 0]
+        k, v, mask = k_BHKd.index_select(2, seen), v_BHKd.index_select(2, seen), mask_B1QK.index_select(3, seen)
+        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale))
+    return torch.cat(parts, dim=2)
 
 
 def masked_flex(q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, sees: Callable[..., Tensor], rows_BQ: Tensor, scale: float) -> Tensor:
