@@ -54,7 +54,7 @@ class DraftTree:
         child's, and of equals the earlier wins: what stays is connected.
         """
         kept = values_N.sort(descending=True, stable=True).indices[:num_nodes]
-        kept = kept[values_N[kept].isfinite()].sort().values
+        kept = kept[values_N[kept].isfinite()]
         rows = torch.zeros(len(values_N) + 1, dtype=torch.long, device=values_N.device)  # the last one is -1's: the root
         rows[kept] = torch.arange(1, len(kept) + 1, device=values_N.device)
         return cls(tokens_N[kept].tolist(), rows[parents_N[kept]].tolist())
