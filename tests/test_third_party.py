@@ -1,0 +1,118 @@
+"""A stranger's day: install foredraft's wheel, write an adapter and an algorithm, test, train and decode with them, uninstall them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tiny import tiny_target, tiny_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("foredraft-some-family", "foredraft-first-token")
+
+
+@dataclass
+class Stranger:
+    """A virtual environment, and a folder to work in."""
+
+    home: Path
+    python: Path
+
+    def run(self, *command: str, fails: bool = False) -> str:
+        """What a command of the environment prints."""
+        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FOREDRAFT_PREFER")}
+        command = (str(self.python.parent / command[0]), *command[1:])
+        done = subprocess.run(command, cwd=self.home, env={**environment, "COLUMNS": "200"}, capture_output=True, text=True, timeout=1800)
+        assert (done.returncode != 0) == fails, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+    def pip(self, *arguments: str) -> None:
+        """pip of the running interpreter, at work in the environment."""
+        command = [sys.executable, "-m", "pip", "--python", str(self.python), *arguments, "--quiet", "--disable-pip-version-check"]
+        done = subprocess.run(command, cwd=self.home, capture_output=True, text=True, timeout=1800)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def wheel(source: Path, out: Path) -> Path:
+    """The wheel of a project, built without a network."""
+    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "--quiet", "-w", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return max(out.glob("*.whl"), key=lambda file: file.stat().st_mtime_ns)
+
+
+@pytest.fixture(scope="module", params=["borrowed", pytest.param("isolated", marks=pytest.mark.slow)])
+def stranger(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+    """With both packages installed. `borrowed`: the heavy dependencies are the running interpreter's, foredraft is not."""
+    if not shutil.which("pip", path=str(Path(sys.executable).parent)):
+        pytest.skip("pip is not installed")
+    home = tmp_path_factory.mktemp(request.param)
+    source = home / "source"
+    for folder in ("core", "adapters", "plugins"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source / file)
+    venv.create(home / "venv", symlinks=True)
+    stranger = Stranger(home, home / "venv/bin/python")
+    built = wheel(source, home)
+    if request.param == "borrowed":
+        stranger.pip("install", "--no-deps", "--no-index", str(built))
+        # A line in a .pth file adds the folder and ignores the .pth files in it, among them the one of an editable foredraft.
+        (site,) = (home / "venv/lib").glob("python*/site-packages")
+        (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    else:
+        stranger.pip("install", "-c", str(ROOT / "constraints.txt"), str(built), "pytest")
+    stranger.run("foredraft", "new", "adapter", "some_family")
+    stranger.run("foredraft", "new", "algorithm", "first_token")
+    stranger.pip("install", "--no-deps", "--no-index", *(str(wheel(home / name, home)) for name in PACKAGES))
+    return stranger
+
+
+def test_foredraft_is_the_wheel(stranger: Stranger) -> None:
+    where = stranger.run("python", "-c", "import foredraft; print(foredraft.__file__)")
+    assert where.startswith(str(stranger.home / "venv"))
+
+
+def test_their_suites_pass(stranger: Stranger) -> None:
+    """As they were written, against the installed packages."""
+    out = stranger.run(
+        "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *(f"{p}/tests" for p in PACKAGES)
+    )
+    passed = re.search(r"(\d+) passed", out)
+    assert passed is not None
+    assert int(passed[1]) > 70, out
+
+
+def test_train_decode_and_uninstall(stranger: Stranger) -> None:
+    """Both are listed, train and decode by the command line; once uninstalled they are gone, and their draft says what it misses."""
+    listed = stranger.run("foredraft", "plugins")
+    assert re.search(r"adapter\W+some_family\W+foredraft-some-family", listed)
+    assert re.search(r"algorithm\W+first_token\W+foredraft-first-token", listed)
+
+    tokenizer = tiny_tokenizer()
+    tiny_target(vocab=len(tokenizer)).save_pretrained(stranger.home / "target")
+    tokenizer.save_pretrained(stranger.home / "target")
+    turns = [[{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": f"{w} {w} {w}"}] for w in "abcd"]
+    (stranger.home / "data.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    (stranger.home / "run.yaml").write_text(
+        "target: target\noutput_dir: runs\nadapter: some_family\nalgorithm: first_token\noptions: {num_layers: 2}\n"
+        "data: {train: data.jsonl, max_length: 64}\ntraining: {max_steps: 20, learning_rate: 1e-2, logging_steps: 10}\n"
+    )
+    stranger.run("foredraft", "train", "run.yaml")
+    made = json.loads((stranger.home / "runs/draft/config.json").read_text())
+    assert (made["foredraft"]["adapter"], made["foredraft"]["algorithm"], made["num_hidden_layers"]) == ("some_family", "first_token", 2)
+    first, last = (h["loss"] for h in json.loads((stranger.home / "runs/training.json").read_text())["history"] if "loss" in h)
+    assert last < first
+    decode = ("foredraft", "generate", "say a", "--target", "target", "--draft", "runs/draft", "--max-new-tokens", "8")
+    assert "τ" in stranger.run(*decode)
+
+    stranger.pip("uninstall", "--yes", *PACKAGES)
+    assert not re.search("some_family|first_token", stranger.run("foredraft", "plugins"))
+    assert "unknown algorithm 'first_token'" in stranger.run(*decode, fails=True)
