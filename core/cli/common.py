@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 TargetOption = Annotated[str, typer.Option("--target", help="directory or hub id of the target")]
 DraftOption = Annotated[str, typer.Option("--draft", help="directory of the draft")]
 DtypeOption = Annotated[str, typer.Option(help="dtype to run in: auto, float32, bfloat16, float16")]
-DraftTokensOption = Annotated[int, typer.Option("--num-draft-tokens", "-k", min=1, help="tokens drafted per pass of the target")]
+DraftTokensOption = Annotated[
+    int,
+    typer.Option(
+        "--num-draft-tokens",
+        "-k",
+        min=1,
+        help="tokens drafted per pass of the target; drafts made at once hold no more than was trained (a block of DFlash: block_size - 1)",
+    ),
+]
 
 
 def load_target(name: str, dtype: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
