@@ -50,9 +50,8 @@ class PEagle(AlgorithmBase):
         return DraftSpec(**shape, mask_token=True, mask_token_id=o.mask_token_id)
 
     def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
-        """`mask_hidden` [1, 1, A]. It starts random: at zero, a norm has no direction to pass on and its steepest slope."""
-        size = config.num_aux_hidden_states * config.target_hidden_size
-        return {"mask_hidden": nn.Parameter(config.initializer_range * torch.randn(1, 1, size))}
+        """`mask_hidden` [1, 1, A], of unit variance: a norm divides its gradient by its size, and a small one's would drown all others."""
+        return {"mask_hidden": nn.Parameter(torch.randn(1, 1, config.num_aux_hidden_states * config.target_hidden_size))}
 
     def engine_fields(self, config: Any) -> dict[str, Any]:
         """The aux layers in SGLang's convention, and the mask token by the other names that engines look for."""
@@ -186,7 +185,7 @@ class ParallelDrafter:
 
 
 def _stack(rows: Sequence[Tensor], value: int) -> Tensor:
-    """Padded with `value` to the longest of them, and to one at least: kernels want a query."""
+    """[B, n], padded with `value` to the longest of them, and to one at least: a batch without supervision has a query, too."""
     width = max(1, *(len(row) for row in rows))
     return torch.stack([F.pad(row, (0, width - len(row)), value=value) for row in rows])
 

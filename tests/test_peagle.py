@@ -215,12 +215,12 @@ class TestTrainingIsServing:
 
     def test_a_whole_chain_is_one_forward(self) -> None:
         draft = draft_of().eval()
-        widths: list[int] = []
-        draft.layers.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
+        positions: list[list[int]] = []
+        draft.layers.register_forward_pre_hook(lambda _, inputs: positions.append(inputs[3].positions[0].tolist()))
         stats = DraftingStats()
         generate(MODEL, draft, torch.tensor([[5, 6, 7]]), num_draft_tokens=DEPTHS, max_new_tokens=12, do_sample=False, stats=stats)
-        assert len(widths) == stats.drafted[0]
-        assert widths[0] == 3 + DEPTHS - 1  # the prompt, and all but the first drafted token
+        assert len(positions) == stats.drafted[0]
+        assert positions[0] == list(range(3 + DEPTHS - 1))  # the prompt, and all but the first drafted token
 
     def test_it_stops_where_nothing_may_follow(self) -> None:
         draft = draft_of().eval()
@@ -355,6 +355,7 @@ class TestLoss:
         """Zero, with a gradient for every parameter, as collectives need."""
         draft = draft_of(2)
         batch = tiny_batch(draft.algorithm, tiny_rows([["uuuuu"], ["uauua"]]))
+        assert batch["supervised"].shape == (2, 1)
         out = draft(batch, tiny_signal(MODEL, draft, batch), batch["counts"])
         out["loss"].backward()
         assert out["loss"] == 0
