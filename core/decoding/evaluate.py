@@ -130,13 +130,13 @@ def evaluate(
     different = []
     drafting = partial(generate, target, draft, num_draft_tokens=num_draft_tokens, tree=tree)
     warm = encode(tokenizer, prompts[0], target.device)
-    drafting(input_ids=warm, **{**settings, "max_new_tokens": 8})
+    drafting(warm, **{**settings, "max_new_tokens": 8})
     target.generate(warm, **{**settings, "max_new_tokens": 8})
     for number, prompt in enumerate(prompts):
         ids = encode(tokenizer, prompt, target.device)
         torch.manual_seed(seed + number)
         start = time.perf_counter()
-        drafted = drafting(input_ids=ids, stats=stats, **settings)
+        drafted = drafting(ids, stats=stats, **settings)
         seconds["drafted"] += time.perf_counter() - start
         tokens["drafted"] += drafted.shape[1] - ids.shape[1]
         if baseline:
