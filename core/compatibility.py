@@ -1,7 +1,9 @@
 """Which targets can be drafted for: asked of a tiny random model of their family, not of a list."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -12,11 +14,11 @@ from transformers.utils import logging
 from .auto import auto_draft
 from .data import DraftCollator
 from .decoding import generate
-from .errors import ForedraftError
+from .errors import ForedraftError, nearest
 from .registry import Registry, default_registry
 from .target import AuxCapture, Target, decoder_layers
 
-LAYERS, VOCABULARY, LARGEST = 8, 64, 20_000_000
+LAYERS, VOCABULARY, LARGEST = 8, 64, 5_000_000
 # What a family's config is shrunk to, where it has the field under this name or by its attribute_map.
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -70,12 +72,14 @@ class Verdict:
     """Whether drafts for a model_type work, and by which adapter."""
 
     model_type: str
-    adapter: str | None
+    text_type: str
+    """The model_type of what reads and writes text in it: another one where it is multimodal."""
+    adapter: str | None = None
     problem: str | None = None
     """Why not; None if a training step and a lossless greedy decode worked."""
 
 
-@cache
+@lru_cache(maxsize=4)
 def tiny_model(config_class: type[PretrainedConfig]) -> PreTrainedModel:
     """A random model of `config_class`'s family, small enough for milliseconds. Raises what transformers raises if it cannot be built."""
     names = {*dir(config_class), *config_class.attribute_map, *config_class().to_dict()}
@@ -109,6 +113,8 @@ def _objection(config_class: type[PretrainedConfig]) -> str | None:
     try:
         if config_class().is_encoder_decoder:
             return "it is an encoder with a decoder"
+        if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return "transformers has no language model of its own for it"
         if MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._is_stateful:
             return "it keeps a recurrent state, which cannot go back to before a rejected draft"
         model = tiny_model(config_class)
@@ -171,24 +177,38 @@ def try_out(model: PreTrainedModel, registry: Registry | None = None, **options:
 
 
 def verdict(model_type: str, registry: Registry | None = None) -> Verdict:
-    """What becomes of targets of a `model_type` of transformers."""
-    registry = registry or default_registry()
-    adapter = None
+    """What becomes of targets of a `model_type` of transformers. Raises `ForedraftError` if it knows no such type."""
+    if model_type not in CONFIG_MAPPING:
+        raise ForedraftError(f"transformers knows no model_type '{model_type}'{nearest(model_type, CONFIG_MAPPING.keys())}")
+    registry, adapter, text_type = registry or default_registry(), None, model_type
     try:
         text = CONFIG_MAPPING[model_type]().get_text_config()
-        listed = [a.name for a in registry.adapters().values() if text.model_type in a.model_types]
-        if not listed and (problem := objection(text)):
-            return Verdict(model_type, None, problem)
-        adapter = registry.adapter_for(text.model_type, text).name
+        text_type = text.model_type
+        if not any(text_type in a.model_types for a in registry.adapters().values()) and (problem := objection(text)):
+            return Verdict(model_type, text_type, None, problem)
+        adapter = registry.adapter_for(text_type, text).name
         try_out(tiny_model(type(text)), registry)
-    except Exception as error:
-        return Verdict(model_type, adapter, _short(error))
-    return Verdict(model_type, adapter)
+    except Exception as error:  # a family's code may raise anything
+        return Verdict(model_type, text_type, adapter, _short(error))
+    return Verdict(model_type, text_type, adapter)
 
 
-def survey(registry: Registry | None = None) -> list[Verdict]:
-    """A verdict for every model_type that transformers offers as a causal language model."""
-    return [verdict(name, registry) for name in sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})]
+def as_markdown(verdicts: Sequence[Verdict]) -> str:
+    """The page `docs/targets.md`."""
+    works = [v for v in verdicts if v.problem is None]
+    rows = [
+        f"| {v.model_type} | {v.adapter or ''} | {'works' if v.problem is None else v.problem.replace('|', '/')}"
+        f"{f' (as {v.text_type})' if v.text_type != v.model_type else ''} |"
+        for v in verdicts
+    ]
+    return (
+        f"# Targets\n\nOf the {len(verdicts)} model types that transformers {metadata.version('transformers')} offers as causal language "
+        f"models, drafts can be made for {len(works)}: {sum(v.adapter != 'generic' for v in works)} by an adapter of their own, the others by "
+        "the generic one. *Works* means: on a tiny random model of the family, hidden states and head were understood, an EAGLE-3 training "
+        "step gave every trainable parameter a gradient, and greedy decoding with the draft gave the target's own text. It says nothing "
+        "of how well a draft does, nor which engine serves it. Written by `foredraft targets --write docs/targets.md`.\n\n"
+        "| model_type | adapter | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
 
 
 def _text(length: int) -> Tensor:

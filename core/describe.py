@@ -28,7 +28,7 @@ def describe(
         else f"a target; planned: a draft by {made['algorithm'] or DEFAULT_ALGORITHM}",
         "target": f"{target['name'] or ('unnamed' if is_draft else name)}: {target['model_type']}, {target['num_hidden_layers']} layers, "
         f"hidden {target['hidden_size']}, vocabulary {target['vocab_size']}",
-        "adapter": f"{made['adapter']}: {type(draft).summary}; takes model_type {', '.join(type(draft).model_types)}",
+        "adapter": f"{made['adapter']}: {type(draft).summary} ({_why(type(draft), target['model_type'])})",
         "draft": f"{config.num_hidden_layers} layer(s), hidden {config.hidden_size}, {config.num_attention_heads} heads, "
         f"vocabulary {config.draft_vocab_size}",
         "parameters": f"{trained / 1e6:.1f} M trained, {embedding / 1e6:.1f} M in the frozen embedding",
@@ -39,6 +39,14 @@ def describe(
     if measured := made.get("measured"):
         lines["measured"] = "; ".join(f"{prompts}: τ {m['tau']}" for prompts, m in measured.items())
     return lines
+
+
+def _why(adapter: type[BaseDraft], model_type: str) -> str:
+    if model_type in adapter.model_types:
+        return f"its own model_type {model_type}"
+    if adapter.generic:
+        return f"no adapter lists model_type {model_type}; a tiny model of the family passed the checks"
+    return f"asked for by name; it lists model_type {', '.join(adapter.model_types) or 'none'}"
 
 
 def _memory(draft: BaseDraft, trained: int, embedding: int, rows: int, length: int) -> str:

@@ -15,6 +15,8 @@ from .protocols import Batch
 
 # Rows of full-vocabulary logits alive at a time while the teacher's top token and normaliser are taken.
 CHUNK = 512
+# Config fields that a family divides its logits by.
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Target:
         self.aux_layers = check_aux_layers(aux_layers, model.config.get_text_config().num_hidden_layers)
         text = model.config.get_text_config()
         self._multiplier = getattr(text, "logit_scale", None) or 1.0
-        for divisor in ("logits_scaling", "logits_mup_width_multiplier"):
+        for divisor in DIVISORS:
             self._multiplier /= getattr(text, divisor, None) or 1.0
         self._soft_cap: float | None = getattr(text, "final_logit_softcapping", None)
         self._check_head()
@@ -156,7 +158,7 @@ class Target:
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
             raise ForedraftError(
                 f"the head of {type(self.model).__name__} is not understood: final hidden state × head differs from its logits by up to "
-                f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras are logit_scale, logits_scaling, logits_mup_width_multiplier and final_logit_softcapping"
+                f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras: logit_scale, {', '.join(DIVISORS)}, final_logit_softcapping"
             )
 
     @torch.no_grad()

@@ -1,5 +1,6 @@
-"""`foredraft info` and `foredraft plugins`."""
+"""`foredraft info`, `foredraft plugins` and `foredraft targets`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,7 +39,7 @@ def plugins() -> None:
     for r in sorted(registry.registered, key=lambda r: (r.kind, r.name)):
         about = getattr(r.cls, "summary", "")
         if r.kind == "adapter":
-            about += f" (model_type {', '.join(r.cls.model_types)})"
+            about += f" (model_type {', '.join(r.cls.model_types)})" if r.cls.model_types else ""
         table.add_row(r.kind, r.name, r.distribution, about)
     console = Console()
     console.print(table)
@@ -48,7 +49,30 @@ def plugins() -> None:
         console.print(f"[red]claimed twice[/] {problem}")
 
 
+def targets(
+    model_types: Annotated[
+        list[str] | None, typer.Argument(help="model types of transformers; all causal language models if left out")
+    ] = None,
+    write: Annotated[Path | None, typer.Option(help="write the table to this Markdown file")] = None,
+) -> None:
+    """Which targets drafts can be made for: by a training step and a decode on a tiny random model of each family."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.utils import logging
+
+    from ..checkpoint import write_text
+    from ..compatibility import as_markdown, verdict
+
+    logging.set_verbosity_error()
+    verdicts = []
+    for name in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        verdicts.append(v := verdict(name))
+        print(f"{name}: {f'works, adapter {v.adapter}' if v.problem is None else v.problem}", flush=True)
+    if write:
+        write_text(write, as_markdown(verdicts))
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     app.command()(info)
     app.command()(plugins)
+    app.command()(targets)
