@@ -50,10 +50,6 @@ def flat(nested: list[list[Any]]) -> list[Any]:
 class TestConformance(AlgorithmTests):
     """The kit, with a block that is longer than some spans."""
 
-    expected_failures = {  # noqa: RUF012
-        "test_training_is_decoding[whole]": "the kit scores the drafter against the target's distribution, DFlash is trained on the text"
-    }
-
     @pytest.fixture
     def algorithm(self) -> type[DFlash]:
         return DFlash
@@ -336,7 +332,7 @@ class TestOnDisk:
 class TestTraining:
     TARGET = predictable_target()
     RUN = {"max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 3e-3}  # noqa: RUF012
-    LONG = {"max_steps": 40, "per_device_train_batch_size": 25}  # noqa: RUF012
+    LONG = {"max_steps": 30, "per_device_train_batch_size": 17}  # noqa: RUF012
 
     @pytest.fixture(scope="class")
     @staticmethod
@@ -354,13 +350,13 @@ class TestTraining:
     @pytest.mark.parametrize("weighting", ["decay", "dpace"])
     def test_it_learns(self, tmp_path: Path, weighting: str) -> None:
         """The loss falls, and blocks are accepted of texts that were not in the training data."""
-        texts = [Document(written_by(self.TARGET, start, 16), "uu" + "a" * 14) for start in range(0, 50, 2)]
+        texts = [Document(written_by(self.TARGET, start, 16), "uu" + "a" * 14) for start in range(0, 50, 3)]
         trainer = self.train(tiny_rows([[text] for text in texts]), tmp_path, self.draft(weighting=weighting), **self.LONG)
         history = [log for log in trainer.state.log_history if "loss" in log]
         assert history[-1]["loss"] < 0.2 * history[0]["loss"]
-        assert {f"accuracy_{k}" for k in range(1, BLOCK)} <= history[0].keys()
+        assert {f"accuracy_{k}" for k in range(1, BLOCK)} <= history[-1].keys()
         stats, draft = DraftingStats(), trainer.model.eval()
-        for start in (1, 23, 35):
+        for start in (1, 23, 34):
             ids = torch.tensor([[start, (start + 7) % 50]])
             out = generate(self.TARGET, draft, ids, num_draft_tokens=BLOCK - 1, max_new_tokens=14, do_sample=False, stats=stats)
             assert out[0].tolist() == written_by(self.TARGET, start, 16)
