@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..data import DraftCollator
 from ..errors import ForedraftError
-from ..losses import Teacher, cross_entropy
+from ..losses import Labels, Teacher, cross_entropy
 from ..protocols import AlgorithmBase, Step
 from ..registry import default_registry
 from ..target import AuxCapture, Signal, Target
@@ -79,13 +79,15 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-def scrambled(case: Case, batch: dict[str, Any], signal: Signal, states: slice, tokens: slice) -> tuple[dict[str, Any], Signal]:
-    """The batch with other `tokens`, and the signal with other features (aux and teacher) at `states`; the plan stays."""
+def scrambled(
+    case: Case, batch: dict[str, Any], signal: Signal, aux: slice, teacher: slice, tokens: slice
+) -> tuple[dict[str, Any], Signal]:
+    """The batch with other `tokens`, the signal with other `aux` states and other `teacher` states; the plan stays."""
     torch.manual_seed(5)
     ids_BS, aux_BSA, hidden_BST = batch["input_ids"].clone(), signal.aux_BSA.detach().clone(), signal.hidden_BST.clone()
     ids_BS[:, tokens] = (ids_BS[:, tokens] + 11) % (case.draft.config.vocab_size - 1)
-    for x in (aux_BSA, hidden_BST):
-        x[:, states] = 3 * torch.randn_like(x[:, states])
+    for x, places in ((aux_BSA, aux), (hidden_BST, teacher)):
+        x[:, places] = 3 * torch.randn_like(x[:, places])
     return {**batch, "input_ids": ids_BS}, case.target.signal(aux_BSA, hidden_BST, batch["teacher_rows"])
 
 
@@ -102,10 +104,10 @@ def reduced(case: Case, size: int) -> Case:
 
 
 @torch.no_grad()
-def forced(case: Case, ids_L: Tensor, letters: str, steps: int) -> tuple[dict[str, Tensor], list[int]]:
+def forced(case: Case, ids_L: Tensor, letters: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
     """What a fresh drafter says at every place of the text that serving reaches, when it is made to draft the text itself.
 
-    The metrics of its logits against the target's, and the number of places per drafting step.
+    The metrics of its logits against the target's, those against the text, and the number of places per drafting step.
     """
     end, states, rows = letters.rindex("a") + 1, [[] for _ in range(steps)], [[] for _ in range(steps)]  # type: ignore[var-annotated]
     aux = case.aux(ids_L)
@@ -124,8 +126,9 @@ def forced(case: Case, ids_L: Tensor, letters: str, steps: int) -> tuple[dict[st
     empty = torch.zeros(0, case.draft.config.draft_vocab_size)
     logits = [torch.stack(s) if s else empty for s in states]
     ones, at = [x.new_ones(len(x)) for x in logits], [torch.tensor(r).long() for r in rows]
-    step = cross_entropy(logits, lambda x: x, teacher, at, ones, case.draft.draft_ids)
-    return step.metrics, possible
+    supervisors = (teacher, Labels(ids_L.roll(-1)))
+    taught, labelled = (cross_entropy(logits, lambda x: x, s, at, ones, case.draft.draft_ids).metrics for s in supervisors)
+    return taught, labelled, possible
 
 
 def greedy(draft: Any) -> tuple[list[Tensor], Any]:

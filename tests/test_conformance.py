@@ -1,0 +1,119 @@
+"""Every adapter and algorithm of this repository under the kit that third parties use."""
+
+from typing import Any, ClassVar
+
+import pytest
+from tiny import tiny_config
+from transformers import DeepseekV3Config, Phi3Config, Qwen3Config, StableLmConfig
+
+from foredraft.adapters.deepseek_v3 import DeepseekV3Draft
+from foredraft.adapters.generic import GenericDraft
+from foredraft.adapters.llama import LlamaDraft
+from foredraft.adapters.phi3 import Phi3Draft
+from foredraft.adapters.qwen3 import Qwen3Draft
+from foredraft.plugins.dflash import DFlash
+from foredraft.plugins.eagle3 import Eagle3, Eagle31
+from foredraft.plugins.medusa import Medusa
+from foredraft.plugins.peagle import PEagle
+from foredraft.testing import AdapterTests, AlgorithmTests
+
+TINY = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+
+
+class OneConfig(AdapterTests):
+    """An adapter and a target's config, stated as class attributes."""
+
+    cls: Any
+    config: Any
+    test_with_every_algorithm = None  # test_matrix.py trains and decodes each pair at length
+
+    @pytest.fixture
+    def adapter(self) -> Any:
+        return self.cls
+
+    @pytest.fixture
+    def target_config(self) -> Any:
+        return self.config
+
+
+class TestLlama(OneConfig):
+    cls, config = LlamaDraft, tiny_config()
+    test_with_every_algorithm = AdapterTests.test_with_every_algorithm
+
+
+class TestPhi3(OneConfig):
+    cls, config = Phi3Draft, Phi3Config(**TINY)
+
+
+class TestQwen3(OneConfig):
+    cls, config = Qwen3Draft, Qwen3Config(**TINY, head_dim=16)
+
+
+class TestGeneric(OneConfig):
+    cls, config = GenericDraft, StableLmConfig(**TINY)
+
+
+class TestDeepseekV3(OneConfig):
+    cls, config = DeepseekV3Draft, DeepseekV3Config(**{**TINY, **LATENT}, first_k_dense_replace=8)
+
+
+class OneMethod(AlgorithmTests):
+    """An algorithm and its options, stated as class attributes."""
+
+    cls: Any
+    small: ClassVar[dict[str, Any]] = {}
+
+    @pytest.fixture
+    def algorithm(self) -> Any:
+        return self.cls
+
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        return self.small
+
+
+class TestEagle3(OneMethod):
+    cls, small = Eagle3, {"ttt_steps": 3}
+
+
+class TestEagle3OfTwoLayers(OneMethod):
+    cls, small = Eagle3, {"ttt_steps": 2, "num_layers": 2, "qk_norm": True}
+
+
+class TestEagle31(OneMethod):
+    cls, small = Eagle31, {"ttt_steps": 3}
+
+
+class TestEagle3OnLatentAttention(OneMethod):
+    cls, small = Eagle3, {"ttt_steps": 2}
+
+    @pytest.fixture
+    def target_config(self) -> Any:
+        return TestDeepseekV3.config
+
+
+class TestPEagle(OneMethod):
+    cls, small = PEagle, {"num_depths": 3, "num_layers": 2}
+
+
+class TestPEagleDrawingAll(OneMethod):
+    cls, small = PEagle, {"num_depths": 3, "num_layers": 1, "ratio": 1.0}
+
+
+class TestDFlash(OneMethod):
+    cls, small = DFlash, {"block_size": 4, "num_layers": 2}
+
+
+class TestMedusa(OneMethod):
+    cls, small = Medusa, {"num_heads": 3}

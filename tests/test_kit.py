@@ -1,0 +1,369 @@
+"""The conformance kit catches broken plugins, each with a message that names the cause; it lets sound ones pass in test_conformance.py."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config
+from torch import Tensor, nn
+
+from foredraft import DraftSpec, ForedraftError, Registry, hookimpl
+from foredraft.adapters.llama import LlamaDraft
+from foredraft.attention import Causal, Full, GroupedQueryAttention, Unrolled
+from foredraft.decoding import AutoregressiveDrafter
+from foredraft.plugins.eagle3 import Eagle3
+from foredraft.protocols import Frozen, Layout, Step
+from foredraft.testing import AdapterTests, AlgorithmTests
+from foredraft.testing.adapters import SPECS
+from foredraft.testing.case import Case
+from foredraft.testing.passes import Probe, build
+
+
+def point(load: Callable[[], Any], distribution: str = "some-package") -> SimpleNamespace:
+    return SimpleNamespace(name="mine", dist=SimpleNamespace(name=distribution), load=load)
+
+
+def offering(*algorithms: type) -> SimpleNamespace:
+    @hookimpl
+    def foredraft_algorithms() -> list[type]:
+        return list(algorithms)
+
+    return SimpleNamespace(foredraft_algorithms=foredraft_algorithms)
+
+
+class TestRegistry:
+    """What cannot be used is told when plugins are looked for."""
+
+    def test_import_error(self) -> None:
+        def load() -> Any:
+            import no_such_module  # noqa: F401
+
+        (broken,) = Registry(entry_points=[point(load)]).broken
+        assert str(broken) == "mine (from some-package): ModuleNotFoundError: No module named 'no_such_module'"
+
+    def test_missing_method(self) -> None:
+        broken = type("Mine", (Eagle3,), {"name": "mine", "drafter": Eagle3.__base__.drafter})
+        (told,) = Registry(entry_points=[point(lambda: offering(broken))]).broken
+        assert str(told) == "mine (from some-package): TypeError: algorithm Mine needs\n    def drafter(self, draft) -> Drafter"
+
+    def test_duplicate_name(self) -> None:
+        registry = Registry(entry_points=[point(lambda: offering(Eagle3)), point(lambda: offering(Eagle3), "other-package")])
+        with pytest.raises(ForedraftError, match="'eagle3' is claimed twice: by 'eagle3' of some-package and 'eagle3' of other-package"):
+            registry.algorithm("eagle3")
+
+
+class CannotSee(GroupedQueryAttention):
+    """Looks where `look` says, or keeps no cache."""
+
+    def __init__(self, *arguments: Any, look: Any = None, cached: bool = True):
+        super().__init__(*arguments)
+        self.look, self.cached = look, cached
+
+    def forward(self, x: Tensor, rotary: Any, pattern: Any, cache: Any, rows: Any) -> Tensor:
+        return super().forward(x, rotary, self.look or pattern, cache if self.cached else None, rows)
+
+
+def attending(**settings: Any) -> dict[str, Any]:
+    return {"make_attention": lambda self, layer, size: CannotSee(self.config, layer, size, **settings)}
+
+
+def with_extra(self: Any, config: Any, algorithm: Any = None) -> None:
+    LlamaDraft.__init__(self, config, algorithm)
+    self.extra = nn.Linear(2, 2)
+
+
+def with_half_norm(self: Any, fn: Any, recurse: bool = True) -> Any:
+    LlamaDraft._apply(self, fn, recurse)
+    self.norm.weight.data = self.norm.weight.data.float()
+    return self
+
+
+def without_steps(self: Any, embeds: Tensor, context: Tensor, layout: Layout, cache: Any = None) -> Tensor:
+    later = isinstance(layout.pattern, Unrolled) and layout.rows is None
+    return LlamaDraft.backbone(self, embeds, context, replace(layout, positions=layout.positions - int(later)), cache)
+
+
+class SameLayer(CannotSee):
+    def __init__(self, config: Any, layer: int, size: int):
+        super().__init__(config, 0, size)
+
+
+class NoRotation(nn.Module):
+    def __init__(self, config: Any):
+        super().__init__()
+        self.size = config.head_dim
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones(*positions.shape, self.size), torch.zeros(*positions.shape, self.size)
+
+
+@classmethod  # type: ignore[misc]
+def initialising_anew(cls: Any, *arguments: Any, **settings: Any) -> Any:
+    draft, info = super(LlamaDraft, cls).from_pretrained(*arguments, **settings)
+    nn.init.normal_(draft.fc.weight)
+    return draft, info
+
+
+class CarelessConfig(LlamaDraft.config_class):
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "target_hidden_size": None, "num_hidden_layers": 8}
+
+
+ADAPTERS = {
+    "wrong shapes": (
+        {"compute_logits": lambda self, hidden: LlamaDraft.compute_logits(self, hidden)[..., 1:]},
+        "test_shapes",
+        r"compute_logits must give \(2, 8, 50\) for 8 inputs in 2 rows, found \(2, 8, 49\)",
+    ),
+    "future leak": (attending(look=Full()), "test_no_future_leak", "inputs from 1 on did: the future leaks into the past"),
+    "document leak": (attending(look=Causal()), "test_no_document_leak", "documents leak into each other, or positions are counted over"),
+    "no positions": (
+        {"rotary_class": NoRotation},
+        "test_positions_are_read",
+        "outputs do not depend on layout.positions: apply the `rotary`",
+    ),
+    "no cache": (
+        attending(cached=False),
+        "test_cache_parity",
+        r"decoding with a cache differs .* hand keys \(after rotation\) and values to",
+    ),
+    "one cache for all layers": (
+        {"make_attention": lambda self, layer, size: SameLayer(self.config, layer, size)},
+        "test_cache_parity",
+        r"cache.extend\(layer, k, v\) under the layer's own number",
+    ),
+    "no step positions": (
+        {"backbone": without_steps},
+        "test_unrolled_steps",
+        "step 1 of training-time test differs from decoding: slot 1 must see the causal keys of step 0",
+    ),
+    "unused parameter": (
+        {"__init__": with_extra},
+        "test_every_parameter_learns",
+        "no gradient reaches extra.weight, extra.bias: the forward",
+    ),
+    "initialised anew": (
+        {"from_pretrained": initialising_anew},
+        "test_save_and_load",
+        "loaded, fc.weight differ from what was saved: something initialises weights anew after loading",
+    ),
+    "careless config": (
+        {"config_class": CarelessConfig},
+        "test_config_on_disk",
+        "target_hidden_size must be an integer, found None; num_hidden_layers must be the draft's 2, not the target's: found 8",
+    ),
+    "unknown names": ({"__init__": with_extra}, "test_names_on_disk", "they would ignore extra.bias, extra.weight and miss nothing"),
+    "mixed dtypes": ({"_apply": with_half_norm}, "test_dtypes", r"these still have another dtype: norm.weight \(torch.float32\)"),
+    "trained embedding": (
+        {"start_from": lambda self, target: (LlamaDraft.start_from(self, target), self.embed_tokens.requires_grad_(True))},
+        "test_starts_from_the_target",
+        "the embedding is trained: it must stay the target's",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_broken_adapters(case: str, tmp_path: Path) -> None:
+    fields, check, message = ADAPTERS[case]
+    draft = build(type("Broken", (LlamaDraft,), {"name": "broken", **fields}), tiny_config(), Probe(draft=SPECS["fuse"]))
+    extra = {
+        "test_save_and_load": {"tmp_path": tmp_path},
+        "test_config_on_disk": {"tmp_path": tmp_path},
+        "test_names_on_disk": {"tmp_path": tmp_path},
+        "test_dtypes": {"dtype": torch.bfloat16},
+        "test_starts_from_the_target": {"target_config": tiny_config()},
+    }.get(check, {})
+    with pytest.raises(AssertionError, match=message):
+        getattr(AdapterTests(), check)(draft, **extra)
+
+
+def test_an_adapter_that_is_not_found() -> None:
+    with pytest.raises(AssertionError, match="LlamaDraft is not found for targets of model_type 'other'"):
+        AdapterTests().test_registers(LlamaDraft, type("Config", (type(tiny_config()),), {"model_type": "other"})())
+
+
+class Short(Eagle3):
+    """EAGLE-3 with two steps: what the broken ones below start from."""
+
+    name = "broken"
+
+    class Options(Eagle3.Options):
+        ttt_steps: int = 2
+
+
+def unrolling(change: Callable[[Any, dict[str, Any], Tensor], tuple[dict[str, Any], Tensor]]) -> dict[str, Any]:
+    """The training pass over another batch or other features."""
+    return {"unroll": lambda self, draft, batch, aux: Eagle3.unroll(self, draft, *change(self, batch, aux))}
+
+
+def changing(change: Callable[[Step, dict[str, Any]], Step]) -> dict[str, Any]:
+    """Another loss or other metrics."""
+    return {"loss": lambda self, draft, batch, signal, counts: change(Eagle3.loss(self, draft, batch, signal, counts), batch)}
+
+
+class Drafter(AutoregressiveDrafter):
+    """Drafts otherwise than it says."""
+
+    def __init__(self, draft: Any, fault: str):
+        super().__init__(draft)
+        self.fault = fault
+
+    def propose(self, ids: Tensor, aux: Tensor, limit: int, choose: Any) -> Any:
+        if self.fault == "forgets all":
+            for layer in self.cache._cache.layers:
+                layer.values.zero_()
+        if self.fault == "too many":
+            return super().propose(ids, aux, limit + 1, choose)
+        tokens, scores = super().propose(ids, aux, limit, choose)
+        if self.fault == "other logits":
+            return tokens, [torch.zeros_like(s) for s in scores]
+        return tokens, scores
+
+
+def drafting(fault: str) -> dict[str, Any]:
+    return {"drafter": lambda self, draft: Drafter(draft, fault)}
+
+
+def drawing(self: Any, batch: dict[str, Any], generators: Any) -> dict[str, Any]:
+    return {**Eagle3.plan(self, batch, generators), "drawn": torch.rand(3)}
+
+
+def sharing(self: Any, batch: dict[str, Any], generators: Any) -> dict[str, Any]:
+    plan = Eagle3.plan(self, batch, generators)
+    return {**plan, "counts": plan["counts"] * len(batch["row"])}
+
+
+def over_the_end(self: Any, batch: dict[str, Any], generators: Any) -> dict[str, Any]:
+    """All slots of a row, as if it were one span."""
+    return Eagle3.plan(
+        self, {**batch, "spans": torch.zeros_like(batch["spans"]), "documents": torch.zeros_like(batch["spans"])}, generators
+    )
+
+
+class Undescribed(Frozen):
+    width: int = 3
+
+
+ALGORITHMS = {
+    "undescribed option": ({"Options": Undescribed, "spec": DraftSpec()}, "test_contract", "Options: describe width"),
+    "torch's own generator": (
+        {"plan": drawing},
+        "test_plan_is_deterministic",
+        "two plans of one batch differ: draw from the generator of each",
+    ),
+    "rows not apart": (
+        {"plan": sharing},
+        "test_plan_is_deterministic",
+        r"counts of two rows are .* together and .* apart: plan each row by",
+    ),
+    "over the turn's end": ({"plan": over_the_end}, "test_plan_has_what_others_read", r"teacher_rows \[.*\] do not come right before an"),
+    "future leak": (
+        unrolling(lambda self, batch, aux: (batch, aux.roll(-1, dims=1))),
+        "test_no_future_leak",
+        "the loss on 3 assistant tokens changed when the target's features of the last two did, or the tokens after",
+    ),
+    "document leak": (
+        unrolling(lambda self, batch, aux: ({**batch, "documents": torch.zeros_like(batch["documents"])}, aux)),
+        "test_no_document_leak",
+        "the loss changed when the document before it did: hand `documents` to the pattern",
+    ),
+    "spans over documents": ({"plan": over_the_end}, "test_packing", "slots may not reach over the end of a document"),
+    "own counts": (
+        {"loss": lambda self, draft, batch, signal, counts: Eagle3.loss(self, draft, batch, signal, batch["counts"])},
+        "test_accumulation",
+        "divide by the `counts` that loss",
+    ),
+    "unused parameter": (
+        {"modules": lambda self, config: {"extra": nn.Linear(2, 2)}},
+        "test_every_parameter_learns",
+        "no gradient reaches extra.weight, extra.bias",
+    ),
+    "NaN with padding": (
+        changing(lambda step, batch: Step(step.loss / (batch["documents"] >= 0).all(), step.metrics)),
+        "test_padding",
+        "the loss is not finite where a row is padded: does a query of padding see no key at all",
+    ),
+    "NaN without supervision": (
+        changing(lambda step, batch: Step(step.loss + 0 * (batch["counts"][0] / batch["counts"][0]), step.metrics)),
+        "test_padding",
+        "the loss of a batch without a supervised token is nan: clamp counts",
+    ),
+    "lacking metrics": (changing(lambda step, batch: Step(step.loss, {})), "test_metrics", "metrics lack 'count'"),
+    "half precision": (
+        changing(lambda step, batch: Step(step.loss.half() * 1e6, step.metrics)),
+        "test_half_precision",
+        "the loss is inf in bfloat16",
+    ),
+    "trained otherwise": (
+        unrolling(lambda self, batch, aux: ({**batch, "positions": 2 * batch["positions"]}, aux)),
+        "test_training_is_decoding",
+        "step 1 of training has a cross-entropy of .* differ in what they read, see or where it sits",
+    ),
+    "forgets all": (
+        drafting("forgets all"),
+        "test_drafting_again",
+        "after 4 tokens in several calls the drafter proposes .* forget what was",
+    ),
+    "too many": (drafting("too many"), "test_drafter_keeps_its_word", "asked for at most 1 tokens .* it drafted 2"),
+    "other logits": (drafting("other logits"), "test_drafter_keeps_its_word", "sampling would no longer follow the target's distribution"),
+    "other distribution": (
+        drafting("other logits"),
+        "test_sampling_is_lossless",
+        "300 sampled tokens follow the target's distribution with",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALGORITHMS)
+def test_broken_algorithms(case: str) -> None:
+    fields, check, message = ALGORITHMS[case]
+    broken = type("Broken", (Short,), {"name": "broken", **fields})
+    extra = {"test_half_precision": {"precision": "bfloat16"}, "test_training_is_decoding": {"draft_vocab_size": None}}.get(check, {})
+    arguments = (broken, {}) if check == "test_contract" else (Case.of(broken),)
+    with pytest.raises(AssertionError, match=re.compile(message, re.S)):
+        getattr(AlgorithmTests(), check)(*arguments, **extra)
+
+
+def test_failures_are_declared_by_name() -> None:
+    with pytest.raises(TypeError, match="names 'test_paking', which is no test; did you mean 'test_packing'"):
+        type("TestMine", (AlgorithmTests,), {"expected_failures": {"test_paking": "typo"}})
+
+
+SUITES = """
+import pytest
+from foredraft.plugins.eagle3 import Eagle3
+from foredraft.testing import AlgorithmTests
+
+class TestNothing(AlgorithmTests):
+    pass
+
+class TestDeclared(AlgorithmTests):
+    expected_failures = {"test_contract": "it has no summary", "test_half_precision[autocast]": "wrongly declared"}
+
+    @pytest.fixture
+    def algorithm(self):
+        return type("Mine", (Eagle3,), {"name": "mine", "summary": ""})
+"""
+
+
+def test_fixtures_and_declared_failures(tmp_path: Path) -> None:
+    """As pytest reports them."""
+    (tmp_path / "test_mine.py").write_text(SUITES)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rxf", "-p", "no:cacheprovider", "-k", "contract or half", "test_mine.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "TestNothing must supply the algorithm under test, a class:" in done.stdout
+    assert "XFAIL test_mine.py::TestDeclared::test_contract - it has no summary" in done.stdout
+    assert "[XPASS(strict)] wrongly declared" in done.stdout
+    assert re.search("1 failed, 1 passed, .*1 xfailed, 3 errors", done.stdout)
