@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .auto import auto_draft
 from .data import DraftCollator
 from .decoding import generate
 from .errors import ForedraftError, nearest
+from .protocols import AlgorithmBase
 from .registry import Registry, default_registry
 from .target import AuxCapture, Target, decoder_layers
 
@@ -80,8 +81,8 @@ class Verdict:
 
 
 @lru_cache(maxsize=4)
-def tiny_model(config_class: type[PretrainedConfig]) -> PreTrainedModel:
-    """A random model of `config_class`'s family, small enough for milliseconds. Raises what transformers raises if it cannot be built."""
+def tiny_model(config_class: Any) -> PreTrainedModel:
+    """A random model of a config class's family, small enough for milliseconds. Raises what transformers raises if it cannot be built."""
     names = {*dir(config_class), *config_class.attribute_map, *config_class().to_dict()}
     names -= {name for name in names if isinstance(getattr(config_class, name, None), property)}
     verbosity = logging.get_verbosity()
@@ -105,11 +106,12 @@ def tiny_model(config_class: type[PretrainedConfig]) -> PreTrainedModel:
 
 def objection(target: PretrainedConfig) -> str | None:
     """Why a target with this config cannot be drafted for, as far as a tiny model of its family shows; None if it can."""
-    return _objection(type(target.get_text_config()))
+    with torch.device("cpu"):  # the draft may be planned on the meta device
+        return _objection(type(target.get_text_config()))
 
 
 @cache
-def _objection(config_class: type[PretrainedConfig]) -> str | None:
+def _objection(config_class: Any) -> str | None:
     try:
         if config_class().is_encoder_decoder:
             return "it is an encoder with a decoder"
@@ -163,7 +165,7 @@ def try_out(model: PreTrainedModel, registry: Registry | None = None, **options:
     draft.start_from(target)
     ids = _text(20)[0].tolist()
     row = {"input_ids": ids, "documents": [0] * 9 + [1] * 11, "spans": [-1] * 2 + [0] * 7 + [-1] * 2 + [1] * 9, "row": 0}
-    batch = DraftCollator(draft.algorithm)([row])
+    batch = DraftCollator(cast(AlgorithmBase, draft.algorithm))([row])
     loss = draft(batch, target.capture(batch), batch["counts"])["loss"]
     loss.backward()
     moved = {name: p.grad is not None and bool(p.grad.any() and p.grad.isfinite().all()) for name, p in draft.named_parameters()}
@@ -196,6 +198,7 @@ def verdict(model_type: str, registry: Registry | None = None) -> Verdict:
 def as_markdown(verdicts: Sequence[Verdict]) -> str:
     """The page `docs/targets.md`."""
     works = [v for v in verdicts if v.problem is None]
+    own = sum(v.adapter != "generic" for v in works)
     rows = [
         f"| {v.model_type} | {v.adapter or ''} | {'works' if v.problem is None else v.problem.replace('|', '/')}"
         f"{f' (as {v.text_type})' if v.text_type != v.model_type else ''} |"
@@ -203,7 +206,7 @@ def as_markdown(verdicts: Sequence[Verdict]) -> str:
     ]
     return (
         f"# Targets\n\nOf the {len(verdicts)} model types that transformers {metadata.version('transformers')} offers as causal language "
-        f"models, drafts can be made for {len(works)}: {sum(v.adapter != 'generic' for v in works)} by an adapter of their own, the others by "
+        f"models, drafts can be made for {len(works)}: {own} by an adapter of their own, the others by "
         "the generic one. *Works* means: on a tiny random model of the family, hidden states and head were understood, an EAGLE-3 training "
         "step gave every trainable parameter a gradient, and greedy decoding with the draft gave the target's own text. It says nothing "
         "of how well a draft does, nor which engine serves it. Written by `foredraft targets --write docs/targets.md`.\n\n"

@@ -192,7 +192,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 @torch.no_grad()
 def norm_scale(norm: nn.Module) -> Tensor:
     """What a norm multiplies each normed feature by, [D]; asked of the norm itself, since Gemma's keep it less one."""
-    weight = norm.weight
+    weight: Any = norm.weight
     signs = torch.ones_like(weight)
     signs[1::2] = -1
     loud = 4096 * signs  # RMS and deviation are a power of two that drowns epsilon; a mean is 0, a bias drops out below

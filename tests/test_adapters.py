@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from foredraft import ForedraftError, Target, auto_draft, default_registry, generate, save_draft
 from foredraft.attention import Causal
-from foredraft.compatibility import Verdict, as_markdown, examine, objection, tiny_model, try_out, verdict
+from foredraft.compatibility import Verdict, _objection, as_markdown, examine, objection, tiny_model, try_out, verdict
 from foredraft.describe import describe
 from foredraft.protocols import Layout
 from foredraft.target import norm_scale
@@ -320,6 +320,8 @@ class TestTold:
     )
     def test_which_adapter_and_why(self, tmp_path: Path, config: Any, why: str) -> None:
         config.save_pretrained(tmp_path)
+        _objection.cache_clear()
+        tiny_model.cache_clear()
         found = describe(str(tmp_path))["adapter"]
         assert found == why or (".*" in why and all(part in found for part in why.split(".*")))
 

@@ -56,6 +56,7 @@ def targets(
     write: Annotated[Path | None, typer.Option(help="write the table to this Markdown file")] = None,
 ) -> None:
     """Which targets drafts can be made for: by a training step and a decode on a tiny random model of each family."""
+    import torch
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging
 
@@ -63,6 +64,7 @@ def targets(
     from ..compatibility import as_markdown, verdict
 
     logging.set_verbosity_error()
+    torch.set_num_threads(1)  # tiny models are slower on more
     verdicts = []
     for name in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         verdicts.append(v := verdict(name))
