@@ -18,8 +18,10 @@ METRICS = ("count", "correct", "accepted", "cross_entropy")
 class Supervisor(Protocol):
     """What R rows of draft states are held against; a row may serve several drafting steps."""
 
-    top_R: Tensor
-    """The token a greedy target emits, as a target id."""
+    @property
+    def top_R(self) -> Tensor:
+        """The token a greedy target emits, as a target id."""
+        ...
 
     def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
         """The distribution over the draft vocabulary, normalised there, at some of the rows; float32 [N, W]."""

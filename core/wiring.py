@@ -19,7 +19,7 @@ class DraftLayer(nn.Module):
     def __init__(self, draft: "BaseDraft", layer: int, input_size: int):
         super().__init__()
         width = draft.config.hidden_size
-        self.input_layernorm = draft.make_norm(width)
+        self.input_layernorm: Any = draft.make_norm(width)
         self.self_attn = draft.make_attention(layer, input_size)
         self.post_attention_layernorm = draft.make_norm(width)
         self.mlp = draft.make_mlp(layer)
@@ -44,7 +44,7 @@ class FirstFusedLayer(DraftLayer):
 
     def __init__(self, draft: "BaseDraft"):
         super().__init__(draft, 0, 2 * draft.config.hidden_size)
-        self.hidden_norm = draft.make_norm(draft.config.hidden_size)
+        self.hidden_norm: Any = draft.make_norm(draft.config.hidden_size)
 
     def start_from(self, theirs: Mapping[str, Tensor]) -> None:
         """Copy a target's layer: its input is the context half, and the embedding's half stays random."""
@@ -73,6 +73,7 @@ class FusedLayers(nn.ModuleList):
     ) -> Tensor:
         """Un-normed output at `layout.rows`, [B, Q', D]; embedding and context are those of the same inputs."""
         hidden_BQD = context_BQD
+        layer: Any
         for i, layer in enumerate(self):
             last = i == len(self) - 1  # the layers below it work on every input: the next one needs its keys and values
             pattern, rows = (layout.pattern, layout.rows) if last else (layout.below or layout.pattern, None)
@@ -95,6 +96,7 @@ class PrefixLayers(nn.ModuleList):
         """Un-normed output at `layout.rows`, [B, Q', D]. The inputs are the context's S, then the embeddings' Q."""
         context, hidden_BQD = context_BSD.shape[1], embeds_BQD
         embeds_BQ = torch.arange(context, context + embeds_BQD.shape[1], device=embeds_BQD.device).expand(len(embeds_BQD), -1)
+        layer: Any
         for i, layer in enumerate(self):
             last = i == len(self) - 1  # the layers below it work on every embedding: the next one needs its keys and values
             pattern, rows = (layout.pattern, layout.rows) if last else (layout.below or layout.pattern, None)

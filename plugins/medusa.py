@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
+from foredraft.decoding import choose_in_turn
 from foredraft.fused_loss import fused_cross_entropy
 from foredraft.losses import Teacher, step_weights
 from foredraft.protocols import Batch, Choose, Frozen, Step
@@ -92,15 +93,7 @@ class MedusaDrafter:
     def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
         """See `foredraft.protocols.Drafter`; never more tokens than there are heads."""
         features_1D = self.draft.project_hidden_states(aux_1NA[:, -1])
-        tokens: list[int] = []
-        scores: list[Tensor] = []
-        for head in self.draft.heads[:limit]:
-            chosen = choose(self.draft.compute_logits(head(features_1D))[0], tokens)
-            if chosen is None:
-                break
-            tokens.append(chosen[0])
-            scores += [chosen[1]] if chosen[1] is not None else []
-        return tokens, scores
+        return choose_in_turn((self.draft.compute_logits(head(features_1D))[0] for head in self.draft.heads[:limit]), choose)
 
 
 @hookimpl

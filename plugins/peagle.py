@@ -12,6 +12,7 @@ from foredraft import AlgorithmBase, DraftSpec, hookimpl
 from foredraft.attention import Causal, DecodingCache, Masked
 from foredraft.attention.patterns import MaskFunction
 from foredraft.config import eagle_fields
+from foredraft.decoding import choose_in_turn
 from foredraft.fused_loss import fused_cross_entropy
 from foredraft.losses import Teacher
 from foredraft.protocols import Batch, Choose, Frozen, Layout, Step
@@ -173,15 +174,7 @@ class ParallelDrafter:
         positions = torch.arange(start, self.confirmed + limit - 1, device=ids.device)[None]
         rows = torch.arange(fresh - 1, fresh - 1 + limit, device=ids.device)[None]
         hidden_1QD = self.draft.backbone(embeds, context, Layout(positions, Causal(), rows, below=Causal()), self.cache)
-        tokens: list[int] = []
-        scores: list[Tensor] = []
-        for logits_W in self.draft.compute_logits(hidden_1QD)[0]:
-            chosen = choose(logits_W, tokens)
-            if chosen is None:
-                break
-            tokens.append(chosen[0])
-            scores += [chosen[1]] if chosen[1] is not None else []
-        return tokens, scores
+        return choose_in_turn(self.draft.compute_logits(hidden_1QD)[0], choose)
 
 
 def _stack(rows: Sequence[Tensor], value: int) -> Tensor:
