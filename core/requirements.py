@@ -29,6 +29,7 @@ def lacking(kind: str, cls: Any) -> list[str]:
 
     checks: dict[str, bool] = {"name: the name it is asked for by": isinstance(getattr(cls, "name", None), str)}
     if kind == "adapter":
+        generic = getattr(cls, "generic", False)
         checks |= {
             "model_types: a tuple of the targets' model_type names": names(getattr(cls, "model_types", None)),
             "architecture: the name engines know the draft by": isinstance(getattr(cls, "architecture", None), str),
@@ -37,7 +38,7 @@ def lacking(kind: str, cls: Any) -> list[str]:
             "mlp_class: the family's feed-forward": hasattr(cls, "mlp_class") or not inherits("make_mlp"),
             "rotary_class: the family's rotary embedding": hasattr(cls, "rotary_class"),
             "def shape(cls, target) -> dict": not inherits("shape"),
-            "def refuses(cls, target) -> str | None, as it is generic": not (cls.generic and inherits("refuses")),
+            "def refuses(cls, target) -> str | None, as it is generic": not (generic and inherits("refuses")),
         }
     else:
         checks["Options: a subclass of foredraft.protocols.Frozen"] = derived("Options", Frozen)

@@ -17,12 +17,13 @@ from .disk import check_config, check_names, check_round_trip, names_on_disk
 from .passes import ASCENDING, DOCUMENTS, ONE, POSITIONS, Probe, build, chain, check_lossless, decode, everywhere, fused, inputs
 from .tiny import tiny_batch, tiny_model, tiny_rows, tiny_signal
 
-SPECS = {
-    "fuse": DraftSpec(num_layers=2),
-    "norms": DraftSpec(fc_norm=True, norm_output=True),
-    "qk_norm": DraftSpec(qk_norm=True),
-    "prefix": DraftSpec(wiring="prefix", num_layers=2, context_norm=True, qk_norm=True),
+ASKED: dict[str, dict[str, Any]] = {
+    "fuse": {"num_layers": 2},
+    "norms": {"fc_norm": True, "norm_output": True},
+    "qk_norm": {"qk_norm": True},
+    "prefix": {"wiring": "prefix", "num_layers": 2, "context_norm": True, "qk_norm": True},
 }
+SPECS = {case: DraftSpec(**fields) for case, fields in ASKED.items()}
 """The drafts that algorithms ask for, by the name of the test case."""
 
 
@@ -85,8 +86,8 @@ class AdapterTests(Conformance):
         embeds, context = inputs(draft)
         before = everywhere(draft, embeds, context, ONE, ASCENDING)
         for t in (1, 4, 7):
-            changed = [torch.cat([x[:, :t], torch.randn_like(x[:, t:])], dim=1) for x in (embeds, context)]
-            after = everywhere(draft, *changed, ONE, ASCENDING)
+            other_embeds, other_context = (torch.cat([x[:, :t], torch.randn_like(x[:, t:])], dim=1) for x in (embeds, context))
+            after = everywhere(draft, other_embeds, other_context, ONE, ASCENDING)
             assert gap(after[:, :t], before[:, :t]) < TOLERANCE, (
                 f"outputs before position {t} changed when inputs from {t} on did: the future leaks into the past. "
                 "The attention must leave who sees whom to pattern.attend(q, keys, values, scale)"

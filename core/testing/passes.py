@@ -25,7 +25,7 @@ class Probe(AlgorithmBase):
     class Options(Frozen):
         """The draft to ask for."""
 
-        draft: DraftSpec = DraftSpec()
+        draft: DraftSpec
 
     @property
     def spec(self) -> DraftSpec:
@@ -35,7 +35,9 @@ class Probe(AlgorithmBase):
     def _never(self, *_: Any) -> Any:
         raise AssertionError("the probe neither trains nor drafts")
 
-    plan = loss = drafter = _never
+    plan: Any = _never
+    loss: Any = _never
+    drafter: Any = _never
 
 
 def build(adapter: type[BaseDraft], target_config: Any, algorithm: AlgorithmBase, **fields: Any) -> Any:
@@ -108,7 +110,7 @@ def check_lossless(model: Any, draft: Any) -> None:
     """Greedy decoding with the draft is the target's own, token for token."""
     for seed, k in ((0, 1), (1, 4)):
         ids = torch.randint(1, 49, (1, 5), generator=torch.Generator().manual_seed(seed))
-        settings = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
         alone = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         drafted = generate(model, draft, ids, num_draft_tokens=k, **settings)
         assert torch.equal(drafted, alone), (
