@@ -48,7 +48,7 @@ def flat(nested: list[list[Any]]) -> list[Any]:
 
 
 class TestConformance(AlgorithmTests):
-    """The kit, with a block that is longer than some spans."""
+    """The kit under D-PACE, with a block that is longer than some spans; tests/test_conformance.py has the default."""
 
     @pytest.fixture
     def algorithm(self) -> type[DFlash]:
@@ -56,7 +56,7 @@ class TestConformance(AlgorithmTests):
 
     @pytest.fixture
     def options(self) -> dict[str, Any]:
-        return {"block_size": BLOCK, "num_layers": 2, "num_aux": 3}
+        return {"block_size": BLOCK, "num_layers": 2, "num_aux": 3, "weighting": "dpace"}
 
 
 class TestPlan:
