@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 PAGE = (Path(__file__).parents[1] / "docs/testing.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, flags=re.S)
 
