@@ -106,8 +106,9 @@ def tiny_model(config_class: Any) -> PreTrainedModel:
 
 def objection(target: PretrainedConfig) -> str | None:
     """Why a target with this config cannot be drafted for, as far as a tiny model of its family shows; None if it can."""
+    family: Any = type(target.get_text_config())
     with torch.device("cpu"):  # the draft may be planned on the meta device
-        return _objection(type(target.get_text_config()))
+        return _objection(family)
 
 
 @cache
@@ -143,7 +144,10 @@ def examine(model: PreTrainedModel) -> None:
     target = Target(model, tuple(range(1, count)))
     with AuxCapture(model, target.aux_layers) as captured:
         out = target.decoder(input_ids=ids, use_cache=False, output_hidden_states=True)
-    width = model.config.get_text_config().hidden_size
+    text, embedding = model.config.get_text_config(), tuple(target.embedding_weight.shape)
+    vocabulary, width = text.vocab_size, text.hidden_size
+    if embedding != (vocabulary, width):
+        raise ForedraftError(f"its embedding is {embedding}, not its vocabulary by its hidden size, {(vocabulary, width)}")
     expected = torch.cat(out.hidden_states[1:count], dim=-1) if len(out.hidden_states or ()) == count + 1 else None
     if captured.aux_BSA.shape != (1, 12, (count - 1) * width):
         raise ForedraftError(f"its layers hand on states of shape {tuple(captured.aux_BSA.shape)}, not one vector of {width} per token")
@@ -185,11 +189,11 @@ def verdict(model_type: str, registry: Registry | None = None) -> Verdict:
     registry, adapter, text_type = registry or default_registry(), None, model_type
     try:
         text = CONFIG_MAPPING[model_type]().get_text_config()
-        text_type = text.model_type
+        text_type, family = text.model_type, cast(Any, type(text))
         if not any(text_type in a.model_types for a in registry.adapters().values()) and (problem := objection(text)):
             return Verdict(model_type, text_type, None, problem)
         adapter = registry.adapter_for(text_type, text).name
-        try_out(tiny_model(type(text)), registry)
+        try_out(tiny_model(family), registry)
     except Exception as error:  # a family's code may raise anything
         return Verdict(model_type, text_type, adapter, _short(error))
     return Verdict(model_type, text_type, adapter)
@@ -220,5 +224,5 @@ def _text(length: int) -> Tensor:
 
 
 def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return (lines[0] if isinstance(error, ForedraftError) else f"{type(error).__name__}: {lines[0]}")[:200]
+    lines = str(error).strip().splitlines()
+    return (lines[0] if isinstance(error, ForedraftError) else f"{type(error).__name__}: {' '.join(line.strip() for line in lines)}")[:200]
