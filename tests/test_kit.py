@@ -90,6 +90,11 @@ def without_steps(self: Any, embeds: Tensor, context: Tensor, layout: Layout, ca
     return LlamaDraft.backbone(self, embeds, context, replace(layout, positions=layout.positions - int(later)), cache)
 
 
+def at_other_rows(self: Any, embeds: Tensor, context: Tensor, layout: Layout, cache: Any = None) -> Tensor:
+    rows = None if layout.rows is None else layout.rows.flip(1)
+    return LlamaDraft.backbone(self, embeds, context, replace(layout, rows=rows), cache)
+
+
 class SameLayer(CannotSee):
     def __init__(self, config: Any, layer: int, size: int):
         super().__init__(config, 0, size)
@@ -143,6 +148,11 @@ ADAPTERS = {
         {"backbone": without_steps},
         "test_unrolled_steps",
         "step 1 of training-time test differs from decoding: slot 1 must see the causal keys of step 0",
+    ),
+    "other rows": (
+        {"backbone": at_other_rows},
+        "test_rows_select",
+        "outputs at layout.rows differ from those of all inputs",
     ),
     "unused parameter": (
         {"__init__": with_extra},

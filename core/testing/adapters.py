@@ -50,7 +50,12 @@ class AdapterTests(Conformance):
     @pytest.fixture
     def draft(self, adapter: type[BaseDraft], target_config: Any, case: str) -> BaseDraft:
         """A draft with random weights, for each spec that the adapter takes."""
-        return build(adapter, target_config, Probe(draft=self.specs[case]))
+        try:
+            return build(adapter, target_config, Probe(draft=self.specs[case]))
+        except ForedraftError as error:
+            if case == next(iter(self.specs)):
+                raise  # with no draft at all, skipping would pass for success
+            pytest.skip(str(error))
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """A case per spec, and one per algorithm installed."""
@@ -114,12 +119,9 @@ class AdapterTests(Conformance):
 
     def test_rows_select(self, draft: BaseDraft) -> None:
         """`layout.rows` gives the same numbers for fewer inputs."""
-        fused(draft)
         embeds, context = inputs(draft)
         rows = torch.tensor([[1, 4, 6], [0, 2, 5]])
-        layout = Layout(POSITIONS, Causal(DOCUMENTS, rows), rows, below=Causal(DOCUMENTS))
-        every = everywhere(draft, embeds, context, DOCUMENTS, POSITIONS)
-        some = draft.backbone(embeds, context, layout)
+        every, some = (everywhere(draft, embeds, context, DOCUMENTS, POSITIONS, r) for r in (None, rows))
         expected = every.gather(1, rows[..., None].expand(-1, -1, every.shape[-1]))
         assert gap(some, expected) < TOLERANCE, "outputs at layout.rows differ from those of all inputs: rotate queries as their rows say"
 

@@ -76,7 +76,7 @@ class AlgorithmTests(Conformance):
             assert key in batch, f"plan must give '{key}': see AlgorithmBase.plan"
             integers = batch[key].ndim == 1 and not batch[key].is_floating_point()
             assert integers, f"'{key}' must be a vector of integers"
-        assert int(batch["counts"][0]) > 0, "the plan trains nothing of a row with assistant spans of 8, 4 and 1 tokens"
+        assert int(batch["counts"][0]) > 0, "the plan trains nothing of rows with assistant turns of up to 8 tokens"
         length = batch["input_ids"].shape[1]
         following = batch["spans"].roll(-1, dims=1).flatten()
         idle = sorted({int(r) % length for r in batch["teacher_rows"] if following[r] < 0})
@@ -106,8 +106,10 @@ class AlgorithmTests(Conformance):
             found = case.step(*scrambled(case, batch, signal, other, other, other)).loss
             where = "behind" if other.start else "before"
             assert gap(found, step.loss) < TOLERANCE, f"the loss changed when the document {where} it did: hand `documents` to the pattern"
-            (grad,) = torch.autograd.grad(step.loss, signal.aux_BSA)
-            assert not bool(grad[:, other].any()), f"the loss has a gradient in the document {where} it: documents leak into each other"
+            (grad,) = torch.autograd.grad(step.loss, signal.aux_BSA, allow_unused=True)
+            assert grad is None or not bool(grad[:, other].any()), (
+                f"the loss has a gradient in the document {where} it: documents leak into each other"
+            )
 
     def test_packing(self, case: Case) -> None:
         """Documents in one row give the loss they give in rows of their own."""

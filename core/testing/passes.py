@@ -59,10 +59,12 @@ def fused(draft: BaseDraft) -> None:
         pytest.skip(f"does not apply to the wiring '{draft.config.spec.wiring}'")
 
 
-def everywhere(draft: BaseDraft, embeds: Tensor, context: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
-    """The state at every position, which sees what comes before it in its document; under `prefix`: of context, and itself."""
+def everywhere(
+    draft: BaseDraft, embeds: Tensor, context: Tensor, documents: Tensor, positions: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """The state at every position (or at `rows`), which sees what comes before it in its document (under `prefix`: the context there)."""
     if draft.config.spec.wiring == "fuse":
-        return draft.backbone(embeds, context, Layout(positions, Causal(documents)))
+        return draft.backbone(embeds, context, Layout(positions, Causal(documents, rows), rows, below=Causal(documents)))
     slots = documents.shape[1]
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -70,7 +72,8 @@ def everywhere(draft: BaseDraft, embeds: Tensor, context: Tensor, documents: Ten
         before = (key < slots) & (other < at) & (documents[b, at] == documents[b, other])
         return before | (key == query)
 
-    return draft.backbone(embeds, context, Layout(torch.cat([positions, positions], dim=1), Masked(sees)))
+    rows = None if rows is None else slots + rows
+    return draft.backbone(embeds, context, Layout(torch.cat([positions, positions], dim=1), Masked(sees, rows), rows, below=Masked(sees)))
 
 
 def decode(draft: BaseDraft, embeds: Tensor, context: Tensor, cuts: list[int]) -> Tensor:
