@@ -40,7 +40,9 @@ docs: $(VENV)/docs types images
 
 # Who sees whom, drawn from the patterns that training uses.
 images: $(VENV)/test
-	for algorithm in eagle3 peagle dflash; do $(BIN)/foredraft draw $$algorithm --out docs/images/mask_$$algorithm.png; done
+	$(BIN)/foredraft draw eagle3 ttt_steps=3 --out docs/images/mask_eagle3.png
+	$(BIN)/foredraft draw peagle num_depths=3 --out docs/images/mask_peagle.png
+	$(BIN)/foredraft draw dflash block_size=5 anchors=3 num_layers=1 --out docs/images/mask_dflash.png
 
 # Runs every adapter × algorithm and writes the README's table.
 matrix: $(VENV)/test

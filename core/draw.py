@@ -47,6 +47,7 @@ def training_calls(algorithm: str, options: Mapping[str, Any], registry: Registr
     spans = [{"a": 0, "b": 1}.get(letter, -1) + 2 * document for letter, document in zip(ROW, DOCUMENTS, strict=True)]
     spans = [span if letter != "u" else -1 for span, letter in zip(spans, ROW, strict=True)]
     row = {"input_ids": list(range(len(ROW))), "documents": DOCUMENTS, "spans": spans, "row": 0}
+    assert draft.algorithm is not None
     batch = DraftCollator(draft.algorithm)([row])
     seen: list[tuple[int, Layout]] = []
     draft.layers.register_forward_pre_hook(lambda _, inputs: seen.append((inputs[0].shape[1], inputs[3])))

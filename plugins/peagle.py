@@ -16,6 +16,7 @@ from foredraft.decoding import choose_in_turn
 from foredraft.fused_loss import fused_cross_entropy
 from foredraft.losses import Teacher
 from foredraft.protocols import Batch, Choose, Frozen, Layout, Step
+from foredraft.supervision import reachable
 
 if TYPE_CHECKING:
     from foredraft import BaseDraft, Signal
@@ -60,23 +61,17 @@ class PEagle(AlgorithmBase):
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
         """Draw the anchors of every row; `arrange` says what is added to the batch."""
-        return self.arrange(batch, [self._draw(*row) for row in zip(batch["spans"], batch["documents"], generators, strict=True)])
+        reached_KBS = [reachable(batch["spans"], batch["documents"], d) for d in range(self.options.num_depths)]
+        return self.arrange(batch, [self._draw(*row) for row in zip(zip(*reached_KBS, strict=True), generators, strict=True)])
 
-    def _draw(self, spans_S: Tensor, documents_S: Tensor, generator: Generator) -> list[Tensor]:
+    def _draw(self, reached_KS: Sequence[Tensor], generator: Generator) -> list[Tensor]:
         """Ascending anchors per depth. Each depth draws from those of the depth before: a chain has no gaps, as in serving."""
-        drawn = [self._reached(spans_S, documents_S, 0)]
-        for d in range(1, self.options.num_depths):
-            pool = drawn[-1][torch.isin(drawn[-1], self._reached(spans_S, documents_S, d))]
+        drawn = [reached_KS[0].nonzero()[:, 0]]
+        for d, reached_S in enumerate(reached_KS[1:], 1):
+            pool = drawn[-1][reached_S[drawn[-1]]]
             count = int(max(0, len(drawn[0]) - d) * max(self.options.ratio**d, self.options.floor))
             drawn.append(pool[torch.randperm(len(pool), generator=generator)[:count].sort().values])
         return drawn
-
-    def _reached(self, spans_S: Tensor, documents_S: Tensor, depth: int) -> Tensor:
-        """Anchors that serving drafts from: x_{a+1} .. x_{a+2+d} in one assistant span of x_a's document."""
-        count = max(0, len(spans_S) - 2 - depth)
-        first, last = spans_S[1 : 1 + count], spans_S[2 + depth :]
-        own = documents_S[:count] == documents_S[1 : 1 + count]  # no slot leads into a document that begins with a span
-        return ((first >= 0) & (first == last) & own).nonzero()[:, 0]
 
     def arrange(self, batch: Batch, drawn: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
         """The plan for the anchors `drawn[row][depth]`.

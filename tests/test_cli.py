@@ -140,7 +140,7 @@ class TestInspect:
 
     def test_info_on_nothing(self, command: Command, work: Path) -> None:
         assert command.fails("info", work / "missing").startswith(f"error: no target or draft at '{work}/missing'")
-        assert "unknown algorithm 'eagel'; did you mean 'eagle3'?" in command.fails("info", work / "target", "--algorithm", "eagel")
+        assert "unknown algorithm 'eagel3'; did you mean 'eagle3'?" in command.fails("info", work / "target", "--algorithm", "eagel3")
 
 
 class TestPreview:
