@@ -79,7 +79,7 @@ def draw_mask(algorithm: str, file: str | Path, options: Mapping[str, Any] | Non
     call = calls[-1]
     queries, keys = call.visible_QK.shape
     figure, axis = plt.subplots(figsize=(1.5 + keys / 7, 1.2 + queries / 7), constrained_layout=True)
-    axis.imshow(call.visible_QK, cmap="Blues", vmin=0, vmax=1.4, aspect="equal", interpolation="nearest")
+    axis.imshow(call.visible_QK.tolist(), cmap="Blues", vmin=0, vmax=1.4, aspect="equal", interpolation="nearest")
     edges = torch.tensor(call.entries).cumsum(0)[:-1].tolist()
     for edge in edges:
         axis.axvline(edge - 0.5, color="C3", linewidth=1.2)
