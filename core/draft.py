@@ -40,6 +40,7 @@ class BaseDraft(PreTrainedModel):
 
     base_model_prefix = ""
     main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
     # Layers above the first are written under both names that engines read (see save_pretrained).
     _keys_to_ignore_on_load_unexpected = (r"^layers\.[1-9]\d*\.hidden_norm\.weight$",)
 

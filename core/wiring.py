@@ -23,12 +23,19 @@ class DraftLayer(nn.Module):
         self.self_attn = draft.make_attention(layer, input_size)
         self.post_attention_layernorm = draft.make_norm(width)
         self.mlp = draft.make_mlp(layer)
+        self.gradient_checkpointing = False
+        """transformers' switch. The feed-forward half is recomputed; attention's keys and values are kept for later steps anyway."""
 
     def attend(
         self, hidden_BQD: Tensor, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | None
     ) -> Tensor:
         """The layer's output [B, Q, D] for residual `hidden_BQD`: the inputs x give keys and values, those at `rows` are the queries."""
         hidden_BQD = hidden_BQD + self.self_attn(x_BSX, rotary, pattern, cache, rows)
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self._feed_forward, hidden_BQD)
+        return self._feed_forward(hidden_BQD)
+
+    def _feed_forward(self, hidden_BQD: Tensor) -> Tensor:
         return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
 
     def start_from(self, theirs: Mapping[str, Tensor]) -> None:
