@@ -1,0 +1,184 @@
+"""A draft's directory as it lies on disk, ours or a peer's, read without trust: what is malformed becomes a finding."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ForedraftError
+from .finding import Finding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEXES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
+MAX_JSON = 64 * 2**20
+"""Bytes; an index of a hundred thousand tensors has a tenth of that."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as its file's header describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name: float32, bfloat16, int64, bool, ..."""
+    file: Path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A draft's directory: its config, and its tensors by name, none of them loaded.
+
+    Weights are safetensors, single or sharded with an index, or else a PyTorch pickle, which is read with `weights_only=True`: no
+    code of its author runs.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    """`config.json` as it stands; empty if it is no JSON object."""
+    tensors: Mapping[str, TensorInfo]
+    """By the names in the files."""
+    findings: tuple[Finding, ...] = ()
+    """What could not be read, and why."""
+    _pickled: Mapping[str, "Tensor"] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Checkpoint":
+        """Read a directory. Raises `ForedraftError` if it is none; all else that is wrong with it is in `findings`."""
+        path = Path(path)
+        if not path.is_dir():
+            raise ForedraftError(f"'{path}' is no directory: name the one that holds the draft's config.json and weights")
+        reader = _Reader(path)
+        config = reader.json(path / "config.json", "config-json")
+        return cls(path, config, reader.tensors(), tuple(reader.findings), reader.pickled)
+
+    def tensor(self, name: str) -> "Tensor":
+        """Load one tensor. Raises `KeyError` for a name that is not in `tensors`, `ForedraftError` if its file is damaged."""
+        from safetensors import SafetensorError, safe_open
+
+        info = self.tensors[name]
+        if name in self._pickled:
+            return self._pickled[name]
+        try:
+            with safe_open(info.file, "pt") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ForedraftError(f"'{info.file}': tensor '{name}' could not be read: {error}") from error
+
+
+class _Reader:
+    """Collects what could be read of a directory, and findings for the rest."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.findings: list[Finding] = []
+        self.pickled: dict[str, Any] = {}
+
+    def json(self, file: Path, kind: str) -> dict[str, Any]:
+        """The object in a JSON file; {} with a finding where there is none."""
+        try:
+            if not file.is_file():
+                problem = f"there is no {file.name}"
+            elif (size := file.stat().st_size) > MAX_JSON:
+                problem = f"{file.name} has {size} bytes"
+            else:
+                fields = json.loads(file.read_text(encoding="utf-8"))
+                if isinstance(fields, dict):
+                    return fields
+                problem = f"{file.name} holds {type(fields).__name__}, expected an object"
+        except (ValueError, OSError, RecursionError) as error:
+            problem = f"{file.name} is no JSON: {str(error)[:200]}"
+        self._error(kind, problem, "no engine loads the draft", "get the file anew from where the draft comes from")
+        return {}
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """All tensors of all weight files."""
+        files, promised = self._files()
+        found: dict[str, TensorInfo] = {}
+        for file in files:
+            try:
+                found.update(self._pickle(file) if file.suffix == ".bin" else _headers(file))
+            except Exception as error:  # whatever a damaged file raises
+                text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+                self._error(
+                    "weights-damaged",
+                    f"{file.name} could not be read: {text}",
+                    "its tensors are missing: engines refuse the draft",
+                    "copy the file anew; it was cut off, or is no such file",
+                )
+        if lost := sorted(promised - set(found)):
+            self._error(
+                "index-lost",
+                f"the index promises {len(lost)} tensor(s) that no file holds: {', '.join(lost[:5])}",
+                "they are left at whatever the engine starts with",
+                "copy all files of the draft",
+            )
+        return found
+
+    def _files(self) -> tuple[list[Path], set[str]]:
+        """The weight files, and the tensors that an index says they hold."""
+        for index, suffix in INDEXES.items():
+            if not (self.path / index).exists():
+                continue
+            weight_map = self.json(self.path / index, "index-json").get("weight_map")
+            entries = weight_map.items() if isinstance(weight_map, dict) else ()
+            sound = {name: file for name, file in entries if isinstance(file, str) and Path(file).name == file and file.endswith(suffix)}
+            wrong = [f"{name} -> {file!r}"[:120] for name, file in entries if name not in sound]
+            if wrong or not sound:
+                self._error(
+                    "index-files",
+                    f"{index} names files that are no {suffix} files of this directory: {', '.join(wrong[:3]) or 'no weight_map'}",
+                    "they are not read: an index must not lead out of its directory",
+                    "write the index anew from the files that are there",
+                )
+            if sound:
+                return sorted({self.path / file for file in sound.values()}), set(sound)
+        files = sorted(self.path.glob("*.safetensors")) or sorted(self.path.glob("pytorch_model*.bin"))
+        if not files:
+            self._error(
+                "weights-none", "there are no weights: no *.safetensors, no pytorch_model*.bin", "nothing can be loaded", "copy them"
+            )
+        return files, set()
+
+    def _pickle(self, file: Path) -> Iterator[tuple[str, TensorInfo]]:
+        """The tensors of a PyTorch file, mapped into memory, not loaded."""
+        import torch
+
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        for name, tensor in content.items() if isinstance(content, dict) else ():
+            # An expanded view of one number may claim any size.
+            if isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.nbytes <= file.stat().st_size:
+                self.pickled[name] = tensor
+                yield name, TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
+
+    def _error(self, kind: str, found: str, breaks: str, mend: str) -> None:
+        self.findings.append(Finding(kind, "error", found, breaks, mend))
+
+
+DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""safetensors' names of dtypes, and torch's."""
+
+
+def _headers(file: Path) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors of a safetensors file, from its header, which the library checks against the file's size."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        for name in sorted(opened.keys()):
+            part = opened.get_slice(name)
+            yield name, TensorInfo(tuple(part.get_shape()), DTYPES.get(part.get_dtype(), part.get_dtype()), file)
