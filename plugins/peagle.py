@@ -52,8 +52,9 @@ class PEagle(AlgorithmBase):
         return DraftSpec(**shape, mask_token=True, mask_token_id=o.mask_token_id)
 
     def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
-        """`mask_hidden` [1, 1, A], of unit variance: a norm divides its gradient by its size, and a small one's would drown all others."""
-        return {"mask_hidden": nn.Parameter(torch.randn(1, 1, config.num_aux_hidden_states * config.target_hidden_size))}
+        """`mask_hidden` [1, 1, A], small: it enters the residual stream, where a large one is noise to all depths."""
+        width = config.num_aux_hidden_states * config.target_hidden_size
+        return {"mask_hidden": nn.Parameter(torch.randn(1, 1, width) * config.initializer_range)}
 
     def engine_fields(self, config: Any) -> dict[str, Any]:
         """The aux layers in SGLang's convention, and the mask token by the other names that engines look for."""
