@@ -24,7 +24,7 @@ SHOWN = {"", "text", "toml", "yaml", "json"}
 """Languages that are shown; with a title they are written to that file."""
 ELSEWHERE = {
     "pip install": "test_third_party.py",
-    "python -m build": "test_third_party.py",
+    "pip wheel": "test_third_party.py",
     "make": "test_readme.py",
 }
 """Commands that other tests run."""
