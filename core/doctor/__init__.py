@@ -1,6 +1,8 @@
 """Whether a draft is sound, before it is served: `foredraft doctor`."""
 
 from .checkpoint import Checkpoint, TensorInfo
+from .examine import ask_engines, examine, examine_subject
 from .finding import Finding
+from .subject import Subject
 
-__all__ = ["Checkpoint", "Finding", "TensorInfo"]
+__all__ = ["Checkpoint", "Finding", "Subject", "TensorInfo", "ask_engines", "examine", "examine_subject"]

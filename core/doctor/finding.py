@@ -20,3 +20,18 @@ class Finding:
     """What goes wrong because of it, and where."""
     mend: str
     """What to do about it."""
+
+
+def error(id: str, found: str, breaks: str, mend: str) -> Finding:
+    """A finding with which the draft will not work as trained."""
+    return Finding(id, "error", found, breaks, mend)
+
+
+def warning(id: str, found: str, breaks: str, mend: str) -> Finding:
+    """A finding with which it may not work, or not everywhere."""
+    return Finding(id, "warning", found, breaks, mend)
+
+
+def note(id: str, found: str, breaks: str, mend: str) -> Finding:
+    """A finding worth knowing."""
+    return Finding(id, "note", found, breaks, mend)

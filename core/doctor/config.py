@@ -1,0 +1,251 @@
+"""Checks of what `config.json` says: types and sizes, layers, aux layers, mask token, sliding window."""
+
+from collections.abc import Iterator
+
+from ..config import check_aux_layers
+from ..errors import ForedraftError
+from .finding import Finding, error, note, warning
+from .subject import MAX_INTEGER, MAX_LAYERS, Subject, as_integer, as_mapping
+
+INTEGERS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "num_aux_hidden_states",
+)
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "tie_word_embeddings")
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def types(s: Subject) -> Iterator[Finding]:
+    """Fields of the wrong type, and sizes that no model has."""
+    wrong = [f"{n}={str(s.fields[n])[:40]!r}" for n in INTEGERS if s.fields.get(n) is not None and as_integer(s.fields[n]) is None]
+    wrong += [f"{n}={str(s.fields[n])[:40]!r}" for n in FLAGS if s.fields.get(n) is not None and not isinstance(s.fields[n], bool)]
+    if wrong:
+        yield error(
+            "config-types",
+            f"{', '.join(wrong)}: sizes are integers from 0 to {MAX_INTEGER}, flags true or false",
+            "engines fail while they load, or read them as something else",
+            "write what the draft was trained with",
+        )
+    if missing := [name for name in NEEDED if s.fields.get(name) is None and s.draft.config]:
+        yield error(
+            "config-fields",
+            f"config.json does not state {', '.join(missing)}",
+            "loaders fill in defaults of the model family, which are another model's",
+            "write what the draft was trained with",
+        )
+
+
+def layers(s: Subject) -> Iterator[Finding]:
+    """The draft's own layer count."""
+    stated = s.integer("num_hidden_layers")
+    held = len(s.layers)
+    if stated is None or (stated == held and s.layers == list(range(held))) or not s.draft.tensors:
+        return
+    targets = f", which is the target's count, {s.target_layers}" if stated == s.target_layers else ""
+    yield error(
+        "draft-layers",
+        f"num_hidden_layers={stated}{targets}; the file holds layers {s.layers}",
+        "engines build layers without weights and run them, or drop layers: no token is accepted",
+        f"set num_hidden_layers to {held}",
+    )
+
+
+def aux_layers(s: Subject) -> Iterator[Finding]:
+    """Which target layers are read: in range, ascending, distinct, as many as fc reads, the same by every field."""
+    shown = "; ".join(f"{name} means {ids}" for name, ids in s.aux_layers.items())
+    if len({str(ids) for ids in s.aux_layers.values()}) > 1:
+        yield error(
+            "aux-disagree",
+            f"as hidden_states indices, {shown}",
+            "engines read different fields (those inside eagle_config and dflash_config count layer outputs from 0, one less): one of them "
+            "feeds the draft other layers than it was trained on",
+            "write the layers of the training in both conventions",
+        )
+    for name, ids in list(s.aux_layers.items())[:1]:
+        yield from _aux_layers(s, name, ids)
+    if not s.aux_layers and s.chunks is not None and not s.single_feature:
+        report = error if s.chunks != 3 else note
+        yield report(
+            "aux-unstated",
+            f"the config states no aux layers, fc reads {s.chunks}",
+            "engines take their default, (2, L//2, L-3)",
+            "write eagle_aux_hidden_state_layer_ids",
+        )
+    elif not s.prefix and list(s.aux_layers) == ["eagle_config.eagle_aux_hidden_state_layer_ids"]:
+        yield note(
+            "aux-one-convention",
+            "aux layers are stated inside eagle_config only",
+            "SGLang counts layer outputs from 0 there; vLLM's V1 runner takes them as hidden_states indices, one layer too early",
+            f"add eagle_aux_hidden_state_layer_ids: {next(iter(s.aux_layers.values()))}",
+        )
+
+
+def _aux_layers(s: Subject, name: str, ids: list[int]) -> Iterator[Finding]:
+    count = s.target_layers
+    if any(as_integer(i) is None for i in ids):
+        yield error("aux-range", f"{name} holds {str(ids)[:80]}", "they are no layers", "write the layers of the training")
+        return
+    try:
+        check_aux_layers(tuple(ids), count or max(*ids, 1) + 1)
+    except ForedraftError as problem:
+        yield error(
+            "aux-range",
+            str(problem).splitlines()[0],
+            "engines sort them and drop doubles, or read a state that training did not (0 is the embedding, the last is not yet normed)",
+            "write the layers of the training",
+        )
+    read = s.chunks
+    stated = s.integer("num_aux_hidden_states")
+    if (read is not None and len(ids) != read and not s.single_feature) or (stated and read and stated != read):
+        yield error(
+            "aux-count",
+            f"{name} states {len(ids)} aux layers, num_aux_hidden_states={stated}, and fc reads {read}",
+            "fc does not fit what the engine concatenates",
+            f"state {read} layers",
+        )
+    if count and count > 7 and ids == [1, count // 2 - 1, count - 4]:
+        yield warning(
+            "aux-looks-zero-based",
+            f"{name} means {ids} of {count} layers: each one less than the usual [2, {count // 2}, {count - 3}]",
+            "if these are layer outputs counted from 0, every engine feeds the draft the layers before those it was trained on",
+            "if so, add 1 to each; if it was trained on these layers, all is well",
+        )
+
+
+def features(s: Subject) -> Iterator[Finding]:
+    """EAGLE-1's flags on a draft that reads several layers."""
+    said = [s.fields.get("use_aux_hidden_state"), as_mapping(s.fields.get("eagle_config")).get("use_aux_hidden_state")]
+    names = s.fields.get("architectures")
+    first = str(names[0]) if isinstance(names, list) and names else ""
+    by_name = first.startswith("Eagle") and not first.startswith("Eagle3") and "Eagle3" not in first
+    several = "layers.0.hidden_norm.weight" in s.names or (s.chunks or 0) > 2
+    if several and not s.single_feature and (False in said or by_name):
+        yield error(
+            "eagle1-flag",
+            f"fc reads {s.chunks} aux states, but the config says EAGLE-1: "
+            + (f"architectures {first}" if by_name else "use_aux_hidden_state is false"),
+            "engines feed the draft the target's last hidden state alone",
+            "set use_aux_hidden_state to true and name an EAGLE-3 architecture",
+        )
+    if s.single_feature:
+        yield note(
+            "eagle1",
+            "an EAGLE-1 or EAGLE-2 draft: it reads one feature of the target",
+            "only the general checks were made",
+            "nothing to do",
+        )
+
+
+def mask_token(s: Subject) -> Iterator[Finding]:
+    """The token that stands for the unknown: there, one of the target's, the same by every name."""
+    tokens, vocabulary = s.mask_tokens, s.vocab_size
+    shown = ", ".join(f"{name}={str(v)[:20]}" for name, v in tokens.items())
+    if (s.prefix or s.parallel) and not tokens:
+        yield error(
+            "mask-token-missing",
+            "the draft reads a mask token, and the config names none",
+            "engines refuse it, or feed a token that training used for text",
+            "write mask_token_id as it was in training",
+        )
+    if outside := [v for v in tokens.values() if as_integer(v) is None or (vocabulary and v >= vocabulary)]:
+        yield error(
+            "mask-token-range",
+            f"{shown}: {str(outside[0])[:20]} is no token below {vocabulary}",
+            "it has no row in the embedding: engines crash or read another row",
+            "write the mask token of the training",
+        )
+    elif len(set(tokens.values())) > 1:
+        yield error(
+            "mask-token-disagree",
+            f"{shown}",
+            "engines read the first name they know: some feed another token than training did, and nothing past the first is accepted",
+            "write the mask token of the training under each name",
+        )
+    if (wanted := s.spec.get("mask_token_id")) and tokens and wanted not in tokens.values():
+        yield error("mask-token-other", f"{shown}; the draft was made with {wanted}", "masked slots read another token", f"write {wanted}")
+
+
+def mask_hidden(s: Subject) -> Iterator[Finding]:
+    """The learned state of masked slots, there iff the draft is parallel."""
+    shape, fc = s.shape("mask_hidden"), s.shape("fc.weight")
+    if s.parallel and shape is None:
+        yield error(
+            "mask-hidden-missing",
+            "the config names a mask token for parallel drafting, the file holds no mask_hidden",
+            "vLLM refuses to draft in parallel",
+            "copy mask_hidden from the training's checkpoint",
+        )
+    if shape and fc and len(fc) == 2 and _size(shape) != fc[1]:
+        yield error(
+            "mask-hidden-shape",
+            f"mask_hidden has {_size(shape)} numbers, fc reads {fc[1]}",
+            "it is read in place of the concatenated aux states, before fc",
+            "export it anew in that space",
+        )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def sliding_window(s: Subject) -> Iterator[Finding]:
+    """Windows that are stated in one place and missing in another."""
+    kinds, window = s.fields.get("layer_types"), s.fields.get("sliding_window")
+    dflash = as_mapping(s.fields.get("dflash_config"))
+    sliding = isinstance(kinds, list) and "sliding_attention" in kinds
+    off = ", use_sliding_window=false" if s.fields.get("use_sliding_window") is False else ""
+    if sliding and (as_integer(window, 1) is None or off):
+        yield error(
+            "sliding-window",
+            f"layer_types asks for sliding attention, but sliding_window={str(window)[:20]}{off}",
+            "engines let every layer see the whole text: acceptance falls once it is longer than the window",
+            "write sliding_window and use_sliding_window=true as in training",
+        )
+    elif as_integer(window, 1) and not sliding and s.fields.get("use_sliding_window") is True:
+        yield warning(
+            "sliding-window",
+            f"sliding_window={window}, but no layer_types that say where",
+            "loaders differ in which layers get the window; Llama-shaped drafts get none",
+            "write layer_types",
+        )
+    if dflash.get("use_swa") and as_integer(dflash.get("swa_window_size"), 1) is None:
+        yield error(
+            "sliding-window",
+            "dflash_config.use_swa without swa_window_size",
+            "engines ignore the window",
+            "write swa_window_size as in training",
+        )
+    held = s.integer("num_hidden_layers")
+    if isinstance(kinds, list) and held is not None and held <= MAX_LAYERS and len(kinds) != held:
+        yield warning(
+            "layer-types", f"layer_types names {len(kinds)} layers, the draft has {held}", "loaders disagree", "one name per layer"
+        )
+
+
+def record(s: Subject) -> Iterator[Finding]:
+    """Flags and counts that differ from what foredraft recorded when it made the draft."""
+    pairs = {"fc_norm": "fc_norm", "norm_output": "norm_output", "num_hidden_layers": "num_layers", "num_aux_hidden_states": "num_aux"}
+    spec = s.spec
+    if changed := [
+        f"{n}={str(s.fields.get(n))[:20]}, made with {spec[m]}" for n, m in pairs.items() if m in spec and s.fields.get(n) != spec[m]
+    ]:
+        yield error(
+            "record-disagrees",
+            "; ".join(f"{name}={str(now)[:20]}, made with {str(then)[:20]}" for name, now, then in changed),
+            "the draft runs otherwise than it was trained",
+            "write what it was made with (the entry 'foredraft' of config.json)",
+        )
+
+
+CHECKS = (types, layers, aux_layers, features, mask_token, mask_hidden, sliding_window, record)

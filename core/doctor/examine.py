@@ -1,0 +1,42 @@
+"""All static checks of a draft, and those of engines."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import config, pair, rope, tensors, vocabulary
+from .checkpoint import Checkpoint
+from .finding import Finding
+from .subject import Subject
+
+CHECKS = (*config.CHECKS, *tensors.CHECKS, *vocabulary.CHECKS, *rope.CHECKS, *pair.CHECKS)
+"""Each takes a `Subject` and yields findings; none raises, whatever the files hold."""
+ORDER = {"error": 0, "warning": 1, "note": 2}
+
+
+def examine(draft: str | Path, target: str | Path | None = None) -> list[Finding]:
+    """What is wrong with the draft in a directory, worst first; `target` is its target's directory, whose config is enough.
+
+    Raises `ForedraftError` if one of them is no directory.
+    """
+    return examine_subject(Subject(Checkpoint.open(draft), Checkpoint.open(target) if target else None))
+
+
+def examine_subject(subject: Subject) -> list[Finding]:
+    """The same, of files that are open."""
+    found = [*subject.draft.findings, *(finding for check in CHECKS for finding in check(subject))]
+    return sorted(found, key=lambda f: ORDER[f.severity])
+
+
+def ask_engines(checkpoint: Checkpoint, engines: Iterable[Any], asked: bool) -> list[Finding]:
+    """What engines' own checks find; of engines that were not asked for by name, notes."""
+    found: list[Finding] = []
+    for engine in engines:
+        try:
+            theirs = engine().findings(checkpoint)
+        except Exception as error:  # an engine is a plugin, and may stumble over what it did not expect
+            text = f"its checks failed: {type(error).__name__}: {error}"[:300]
+            theirs = [Finding(f"{engine.name}-checks", "warning", text, "nothing is known about this engine", "report it to the plugin")]
+        found += theirs if asked else [replace(f, severity="note") for f in theirs]
+    return sorted(found, key=lambda f: ORDER[f.severity])

@@ -1,0 +1,161 @@
+"""Checks of a draft against its target: widths, vocabulary, embedding, head, tokenizer."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .finding import Finding, error, note, warning
+from .subject import Subject, as_integer, as_mapping
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EMBEDDING = ("model.embed_tokens.weight", "embed_tokens.weight", "model.language_model.embed_tokens.weight", "transformer.wte.weight")
+HEAD = ("lm_head.weight", *EMBEDDING)  # tied, where there is no head of its own
+ROWS = 4096
+"""Rows of an embedding or head that are compared."""
+
+
+def shapes(s: Subject) -> Iterator[Finding]:
+    """The widths and counts that both configs state."""
+    theirs, recorded = s.target_fields, as_mapping(s.made.get("target"))
+    if not theirs:
+        return
+    pairs = {
+        "hidden_size": ("target_hidden_size", s.target_hidden_size, "fc reads states of that width"),
+        "vocab_size": ("vocab_size", s.vocab_size, "logits and tokens are the target's"),
+    }
+    for name, (mine, value, why) in pairs.items():
+        other = as_integer(theirs.get(name))
+        if value and other and value != other:
+            yield error(
+                f"target-{name.split('_')[0]}",
+                f"the draft's {mine} is {value}, the target's {name} {other}",
+                f"{why}: the draft is of another target, or its config is wrong",
+                "serve it with the target it was trained for",
+            )
+    if recorded and (count := recorded.get("num_hidden_layers")) != theirs.get("num_hidden_layers"):
+        yield error(
+            "target-layers",
+            f"the draft was made for a target of {str(count)[:20]} layers, this one has {str(theirs.get('num_hidden_layers'))[:20]}",
+            "its aux layers are other layers here",
+            "serve it with the target it was trained for",
+        )
+
+
+def embedding(s: Subject) -> Iterator[Finding]:
+    """An embedding that is not the target's, or one that was never set."""
+    mine = s.load("embed_tokens.weight")
+    if mine is None or mine.ndim != 2:
+        return
+    theirs = s.load_target(*EMBEDDING)
+    if theirs is None:
+        if looks_fresh(mine):
+            yield note(
+                "embedding-fresh",
+                "embed_tokens looks like random numbers: all rows are equally long",
+                "if it was never set, the draft cannot tell tokens apart",
+                "check it with --target",
+            )
+    elif theirs.shape == mine.shape and (close := likeness(mine, theirs)) < 0.5:
+        yield (error if looks_fresh(mine) or close < 0.1 else warning)(
+            "embedding-random",
+            f"embed_tokens is not the target's: the rows' mean cosine is {close:.2f}"
+            + (", and it looks random" if looks_fresh(mine) else ""),
+            "unless the draft trained its own, it cannot tell tokens apart: engines keep an embedding that is in the file",
+            "take the target's embedding, or leave it out of the file",
+        )
+
+
+def head(s: Subject) -> Iterator[Finding]:
+    """A head that looks as if it was never set."""
+    import torch
+
+    mine, d2t, theirs = s.load("lm_head.weight"), s.load("d2t"), s.load_target(*HEAD)
+    if mine is None or mine.ndim != 2 or not looks_fresh(mine):
+        return
+    ids = torch.arange(len(mine)) + (d2t.long() if d2t is not None and d2t.shape == (len(mine),) else 0)
+    fits = theirs is not None and theirs.shape[1:] == mine.shape[1:] and int(ids.min()) >= 0 and int(ids.max()) < len(theirs)
+    if not fits:
+        yield note("head-fresh", "lm_head looks like random numbers: all rows are equally long", "if so, it drafts noise", "use --target")
+    elif theirs is not None and (close := likeness(mine, theirs[ids])) < 0.1:
+        yield error(
+            "head-random",
+            f"lm_head looks random, and is not like the target's (mean cosine {close:.2f})",
+            "it drafts noise",
+            "copy lm_head from the training's checkpoint",
+        )
+
+
+def likeness(a: "Tensor", b: "Tensor") -> float:
+    """The mean cosine of the rows of two matrices of one shape, of at most `ROWS` of them."""
+    import torch
+
+    step = max(1, len(a) // ROWS)
+    cosines = torch.cosine_similarity(a[::step].float(), b[::step].float(), dim=-1)
+    return float(cosines.nan_to_num().mean())
+
+
+def looks_fresh(matrix: "Tensor") -> bool:
+    """Whether all rows are as long as those of independent normal numbers: their squares vary by sqrt(2 / width)."""
+    rows = matrix[:: max(1, len(matrix) // ROWS)].float().square().mean(-1)
+    rows = rows[rows > 0]  # a padding row is zero
+    if len(rows) < 16:
+        return False
+    spread, mean = float(rows.std() / rows.mean()), float(matrix[: len(rows)].float().mean() / rows.mean().sqrt())
+    return spread < 1.3 * (2 / matrix.shape[1]) ** 0.5 and abs(mean) < 0.1
+
+
+def tokenizer(s: Subject) -> Iterator[Finding]:
+    """The target's tokenizer and chat template, and a draft's own beside them."""
+    if s.target is None:
+        return
+    folder, vocabulary = s.target.path, s.vocab_size
+    tokens = _tokens(folder)
+    if tokens and vocabulary and tokens > vocabulary:
+        yield error(
+            "tokenizer-vocab",
+            f"the target's tokenizer goes to id {tokens - 1}, the draft's vocab_size is {vocabulary}",
+            "tokens beyond it crash the draft",
+            "serve it with the target it was trained for",
+        )
+    own = _tokens(s.draft.path)
+    if tokens and own and own != tokens:
+        yield warning(
+            "tokenizer-draft",
+            f"the draft brings a tokenizer of {own} ids, the target's has {tokens}",
+            "engines use the target's; the draft may be of another target",
+            "serve it with the target it was trained for",
+        )
+    if tokens and not _has_template(folder):
+        yield note(
+            "chat-template",
+            "the target's tokenizer has no chat template",
+            "chats are rendered by whatever the server falls back to: text the draft may not have been trained on",
+            "serve and train with one template",
+        )
+
+
+def _tokens(folder: Path) -> int | None:
+    """One more than the highest token id of a tokenizer.json."""
+    fields = _json(folder / "tokenizer.json")
+    vocabulary = as_mapping(as_mapping(fields).get("model")).get("vocab")
+    ids = [i for i in vocabulary.values() if as_integer(i) is not None] if isinstance(vocabulary, dict) else []
+    added = as_mapping(fields).get("added_tokens")
+    ids += [i for token in (added if isinstance(added, list) else []) if (i := as_integer(as_mapping(token).get("id"))) is not None]
+    return max(ids) + 1 if ids else None
+
+
+def _has_template(folder: Path) -> bool:
+    return (folder / "chat_template.jinja").exists() or bool(as_mapping(_json(folder / "tokenizer_config.json")).get("chat_template"))
+
+
+def _json(file: Path) -> object:
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() and file.stat().st_size < 2**28 else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+CHECKS = (shapes, embedding, head, tokenizer)

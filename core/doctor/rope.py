@@ -1,0 +1,117 @@
+"""Checks of the rotary embedding: its two spellings, and the target's."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .finding import Finding, error, note, warning
+from .subject import Subject, as_mapping
+
+CONTEXT = "the draft turns its queries and keys otherwise than in training: acceptance falls with the length of the text"
+
+
+def spellings(s: Subject) -> Iterator[Finding]:
+    """`rope_parameters` (transformers 5) against `rope_theta` and `rope_scaling` (transformers 4)."""
+    new, theta = as_mapping(s.fields.get("rope_parameters")), s.fields.get("rope_theta")
+    old = as_mapping(s.fields.get("rope_scaling"))
+    if not s.layers:
+        return
+    if not new and theta is None:
+        yield warning(
+            "rope-missing",
+            "the config states no rope_theta",
+            f"loaders take 10000: unless training did, {CONTEXT}",
+            "write the theta of the training",
+        )
+    numbers = [v for v in (theta, new.get("rope_theta")) if v is not None]
+    if any(not isinstance(v, int | float) or isinstance(v, bool) or not 0 < v < 1e15 for v in numbers):
+        yield error("rope-theta", f"rope_theta={str(numbers[0])[:40]!r} is no positive number", "loaders fail", "write the training's")
+    elif len(numbers) == 2 and float(numbers[0]) != float(numbers[1]):
+        yield error(
+            "rope-spellings",
+            f"rope_theta={theta}, and rope_parameters.rope_theta={new['rope_theta']}",
+            f"engines on transformers 4 and 5 read different ones: in some, {CONTEXT}",
+            "write the theta of the training in both",
+        )
+    if new and "rope_scaling" in s.fields and scaling(new) != scaling(old):
+        yield error(
+            "rope-spellings",
+            f"rope_scaling={_short(old or None)}, and rope_parameters={_short(new)}",
+            f"engines on transformers 4 and 5 read different ones: in some, {CONTEXT}",
+            "write the scaling of the training in both",
+        )
+
+
+def against_target(s: Subject) -> Iterator[Finding]:
+    """Theta and scaling of the draft against the target's."""
+    wanted = target_rope(s)
+    if not wanted or not s.layers:
+        return
+    mine = draft_rope(s)
+    if "rope_theta" in wanted and mine.get("rope_theta", 10000.0) != wanted["rope_theta"]:
+        yield warning(
+            "rope-target",
+            f"the draft's rope_theta is {mine.get('rope_theta', 'not stated: 10000')}, the target's {wanted['rope_theta']}",
+            f"unless it was trained with its own, {CONTEXT}",
+            "write the target's theta",
+        )
+    if scaling(mine) != scaling(wanted):
+        yield warning(
+            "rope-scaling",
+            f"the draft's RoPE scaling is {_short(scaling(mine) or None)}, the target's {_short(scaling(wanted) or None)}",
+            f"unless it was trained with its own, {CONTEXT}",
+            "write the target's rope_parameters and rope_scaling",
+        )
+    longest = s.target_fields.get("max_position_embeddings")
+    own = s.fields.get("max_position_embeddings")
+    if isinstance(longest, int) and isinstance(own, int) and own < longest:
+        yield note(
+            "positions-target", f"the draft goes to {own} positions, the target to {longest}", "SGLang may refuse", "write the target's"
+        )
+
+
+def draft_rope(s: Subject) -> dict[str, Any]:
+    """The draft's rotary parameters in the newer spelling."""
+    return _merged(s.fields)
+
+
+def target_rope(s: Subject) -> dict[str, Any]:
+    """What a draft for this target has: the target's own, as far as a draft can share it; {} without a target."""
+    from types import SimpleNamespace
+
+    from ..grouped_query import rope_of
+
+    theirs, head_dim = _merged(s.target_fields), s.integer("head_dim")
+    heads, hidden = s.integer("num_attention_heads"), s.hidden_size
+    if not theirs:
+        return {}
+    if "kv_lora_rank" in s.fields:
+        return theirs
+    size = head_dim or (hidden // heads if hidden and heads else 0)
+    try:
+        partial = s.target_fields.get("partial_rotary_factor")
+        return rope_of(SimpleNamespace(rope_parameters=theirs, partial_rotary_factor=partial), size)  # type: ignore[arg-type]
+    except (TypeError, ValueError, AttributeError, KeyError):  # the target's entry is malformed
+        return {}
+
+
+def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
+    new, old = as_mapping(fields.get("rope_parameters")), as_mapping(fields.get("rope_scaling"))
+    theta = fields.get("rope_theta")
+    merged = {**old, **({"rope_theta": theta} if theta is not None else {}), **new}
+    if "type" in merged and "rope_type" not in merged:
+        merged["rope_type"] = merged["type"]
+    return merged
+
+
+def scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What scales the frequencies; {} where nothing does."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    ignored = ("rope_theta", "type", "rope_type", "original_max_position_embeddings")
+    return {} if kind in ("default", None) else {"rope_type": kind, **{k: v for k, v in rope.items() if k not in ignored and v is not None}}
+
+
+def _short(value: Any) -> str:
+    return str(dict(value) if isinstance(value, Mapping) else value)[:160]
+
+
+CHECKS = (spellings, against_target)

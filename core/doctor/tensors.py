@@ -1,0 +1,286 @@
+"""Checks of the tensors: which are there, their shapes, and what stands in them."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..layouts import LAYOUTS, MOST, architecture_of, expected_names
+from .finding import Finding, error, note, warning
+from .subject import MAX_INTEGER, Shape, Subject, as_integer, canonical
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HARMLESS = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Ends of names that loaders skip on purpose."""
+
+
+def names(s: Subject) -> Iterator[Finding]:
+    """Tensors that are missing, unexpected or of another shape than the config asks for."""
+    if not s.draft.tensors or s.single_feature:
+        return
+    needed, allowed = _expected(s)
+    if missing := sorted(set(needed) - set(s.names) - {"lm_head.weight", "d2t", "mask_hidden"}):
+        yield error(
+            "tensors-missing",
+            _few(missing),
+            "vLLM loads the draft without a word and runs it on uninitialised memory; so does SGLang",
+            "copy the file of the training anew, or clear the flags in config.json that ask for them",
+        )
+    if needed and (extra := sorted(n for n in set(s.names) - set(needed) - set(allowed) if not n.endswith(HARMLESS))):
+        yield warning(
+            "tensors-unexpected",
+            _few([s.names[name] for name in extra]),
+            "vLLM refuses the draft, SGLang skips them without a word",
+            "set the flags in config.json that ask for them, or leave them out of the file",
+        )
+    wanted = {**allowed, **needed}
+    shapes = [(n, s.shape(n), wanted[n]) for n in s.names if wanted.get(n) and not _fits(s.shape(n), wanted[n])]
+    if shapes:
+        yield error(
+            "tensors-shape",
+            _few(
+                [
+                    f"{name} {list(found or ())}, expected {['?' if n is None else n for n in asked]}"
+                    for name, found, asked in sorted(shapes)
+                ]
+            ),
+            "loaders refuse the draft, or cut and broadcast",
+            "write the sizes of the training into config.json",
+        )
+    if len(s.names) < len(s.draft.tensors):
+        yield error(
+            "tensors-twice",
+            f"{len(s.draft.tensors)} tensors have {len(s.names)} names once `model.` and `midlayer.` are read as engines do",
+            "which one is loaded depends on their order",
+            "leave one of each out of the file",
+        )
+
+
+def _fits(found: Shape | None, asked: "tuple[int | None, ...] | None") -> bool:
+    """Whether a shape is as asked, None standing for any size."""
+    if found is None or asked is None or len(found) != len(asked):
+        return asked is None
+    return all(a is None or a == f for f, a in zip(found, asked, strict=True))
+
+
+Shapes = dict[str, "tuple[int | None, ...] | None"]
+
+
+def _expected(s: Subject) -> tuple[Shapes, Shapes]:
+    """Needed and allowed tensors with their shapes: for ours, those of the model itself; for others, those of the format."""
+    if exact := _of_the_model(s):
+        return exact, {"embed_tokens.weight": None, "lm_head.weight": None}
+    fields = dict(s.fields)
+    if architecture_of(fields) not in LAYOUTS:  # speculators name none
+        fields["architectures"] = [_architecture(s)]
+    fields.setdefault("num_aux_hidden_states", s.chunks or 3)
+    needed, allowed = expected_names(fields)
+    if not s.parallel:
+        needed.discard("mask_hidden")
+    if s.fields.get("norm_before_fc") is True:
+        needed |= {"input_norm.weight"}
+    biases = {name.replace(".weight", ".bias") for name in needed if s.fields.get("attention_bias") is True and "self_attn" in name}
+    twins = {f"layers.{i}.hidden_norm.weight" for i in s.layers} if not s.prefix else set()
+    if not s.prefix:  # layers above the first have one norm, under one of two names or both
+        needed -= twins - {"layers.0.hidden_norm.weight"}
+    extra = biases | twins | {"d2t", "t2d"} | {f"layers.{i}.self_attn.{x}_norm.weight" for i in s.layers for x in "qk"}
+    return {n: _shape_of(s, n) for n in needed}, {n: _shape_of(s, n) for n in (allowed | extra) - needed}
+
+
+def _of_the_model(s: Subject) -> Shapes | None:
+    """What a draft made by foredraft saves, from the model itself, built without memory; None if it cannot be."""
+    import torch
+
+    from ..auto import auto_draft
+
+    stated = [v for v in (*s.fields.values(), *_values(s.made.get("options"))) if isinstance(v, int)]
+    layers = s.integer("num_hidden_layers")
+    if not s.made or layers is None or layers > MOST or any(v > MAX_INTEGER for v in stated):
+        return None
+    if any(isinstance(v, int) and v > MOST for v in (s.fields.get("num_aux_hidden_states"), *_values(s.made.get("options")))):
+        return None
+    try:
+        with torch.device("meta"):
+            draft = auto_draft(dict(s.draft.config))
+    except Exception:  # whatever a config by someone else makes a constructor raise; other checks say what is wrong with it
+        return None
+    left_out = set(draft._keys_to_ignore_on_save or ())
+    shapes: Shapes = {name: tuple(t.shape) for name, t in draft.state_dict().items() if name not in left_out}
+    if not s.prefix:
+        twins = (f"layers.{i}.hidden_norm.weight" for i in range(1, layers))
+        shapes |= {name: shapes[name.replace("hidden_norm", "input_layernorm")] for name in twins}
+    return shapes
+
+
+def _values(options: Any) -> list[Any]:
+    return list(options.values()) if isinstance(options, Mapping) else []
+
+
+def _architecture(s: Subject) -> str:
+    """The engines' name for what lies in the file."""
+    if s.prefix:
+        return "DFlashDraftModel"
+    if "kv_lora_rank" in s.fields:
+        return "Eagle3DeepseekV2ForCausalLM"
+    return "Eagle3Qwen3ForCausalLM" if any(n.endswith("self_attn.q_norm.weight") for n in s.names) else "LlamaForCausalLMEagle3"
+
+
+def _shape_of(s: Subject, name: str) -> "tuple[int | None, ...] | None":
+    """The shape a tensor of a grouped-query draft has by the config; None if that does not say."""
+    hidden, heads, inner = s.hidden_size, s.integer("num_attention_heads"), s.integer("intermediate_size")
+    kv = s.integer("num_key_value_heads") or heads
+    head_dim = s.integer("head_dim") or (hidden // heads if hidden and heads else None)
+    read = 2 * hidden if hidden and not s.prefix and name.startswith("layers.0.") else hidden
+    wide, narrow = (n * head_dim if n and head_dim else None for n in (heads, kv))
+    latent = "kv_lora_rank" in s.fields
+    shapes: dict[str, tuple[int | None, ...]] = {
+        "q_proj.weight": (wide, read),
+        "k_proj.weight": (narrow, read),
+        "v_proj.weight": (narrow, read),
+        "o_proj.weight": (hidden, None if latent else wide),
+        "gate_proj.weight": (inner, hidden),
+        "up_proj.weight": (inner, hidden),
+        "down_proj.weight": (hidden, inner),
+        "q_norm.weight": (head_dim,),
+        "k_norm.weight": (head_dim,),
+        "layernorm.weight": (None,) if latent else (hidden,),
+        "hidden_norm.weight": (hidden,),
+        "embed_tokens.weight": (s.vocab_size, None),
+        "lm_head.weight": (s.draft_vocab_size, hidden),
+        "fc.weight": (hidden, None),
+    }
+    if name == "norm.weight":
+        return (hidden,)
+    return next((shape for end, shape in shapes.items() if name.endswith(end)), None)
+
+
+def flags(s: Subject) -> Iterator[Finding]:
+    """Norm flags against the tensors that they ask for."""
+    for flag, begin, what in (("fc_norm", "fc_norm.", "one norm per aux chunk"), ("norm_before_fc", "input_norm.", "a norm before fc")):
+        there = sorted(name for name in s.names if name.startswith(begin))
+        eagle = s.fields.get("eagle_config")
+        said = s.fields.get(flag) is True or (isinstance(eagle, Mapping) and eagle.get(flag) is True)
+        if there and not said:
+            yield error(
+                f"{flag.replace('_', '-')}-flag",
+                f"the file holds {_few(there)} ({what}), the config does not set {flag}",
+                "vLLM refuses the draft, SGLang skips them: fc reads states of another size than in training",
+                f"set {flag} to true",
+            )
+        if said and not there:
+            yield error(
+                f"{flag.replace('_', '-')}-tensors",
+                f"the config sets {flag}, the file holds no {begin}*",
+                "engines norm with weights of one: unless training did so, the draft reads other features",
+                f"set {flag} to false if the draft was trained without, else copy the file anew",
+            )
+    if s.fields.get("fc_norm") is True and s.fields.get("norm_output") is not True and not s.spec:
+        yield note(
+            "norm-output-unset",
+            "fc_norm without norm_output",
+            "EAGLE-3.1 has both; a draft trained with norm_output and served without reads its own states un-normed",
+            "set norm_output if it was trained so",
+        )
+
+
+def upper_norms(s: Subject) -> Iterator[Finding]:
+    """Layers above the first: engines differ in the name under which they look for the norm."""
+    norms = [(f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight") for i in s.layers if i > 0 and not s.prefix]
+    if single := [pair for pair in norms if (pair[0] in s.names) != (pair[1] in s.names)]:
+        lacking = [name for pair in single for name in pair if name not in s.names]
+        yield note(
+            "norm-twin",
+            f"no {_few(lacking)}",
+            "vLLM norms these layers by input_layernorm, SGLang by hidden_norm: the one that lacks its name runs without weights",
+            "save the norm under both names",
+        )
+    both = [pair for pair in norms if pair[0] in s.names and pair[1] in s.names]
+    if differ := [pair[1] for pair in both if not _equal(s.load(pair[0]), s.load(pair[1]))]:
+        yield error(
+            "norm-twin-differs",
+            f"{_few(differ)} differ from input_layernorm",
+            "vLLM and SGLang apply different norms",
+            "save the trained one under both names",
+        )
+
+
+def _equal(a: "Tensor | None", b: "Tensor | None") -> bool:
+    import torch
+
+    return a is not None and b is not None and torch.equal(a, b)
+
+
+def values(s: Subject) -> Iterator[Finding]:
+    """Numbers that are not finite, tensors of zeros, rows that are all the same; file by file, one tensor in memory at a time."""
+    import torch
+
+    broken, zero, same = [], [], []
+    for name in s.names:
+        tensor = s.load(name)
+        if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        if tensor.element_size() == 1:  # float8 has few operations
+            tensor = tensor.to(torch.bfloat16)
+        if not bool(tensor.isfinite().all()):
+            broken.append(name)
+        elif _trained(name) and not bool(tensor.any()):
+            zero.append(name)
+        elif _trained(name) and tensor.ndim == 2 and len(tensor) > 1 and bool((tensor == tensor[0]).all()):
+            same.append(name)
+    if broken:
+        yield error(
+            "tensor-nan",
+            f"{_few(broken)}: NaN or infinite",
+            "every logit is NaN: nothing is accepted, some engines crash",
+            "use an earlier checkpoint; the training diverged, or a cast to float16 overflowed",
+        )
+    if zero:
+        yield error("tensor-zero", f"{_few(zero)}: all zeros", "what passes through it is lost", "copy the file of the training anew")
+    if same:
+        yield error(
+            "rows-equal",
+            f"{_few(same)}: all rows are the same",
+            "all tokens, or all features, look alike: the draft cannot tell them apart",
+            "copy the file of the training anew; it was filled with a constant, or broadcast while it was exported",
+        )
+
+
+def _trained(name: str) -> bool:
+    """Whether it is a weight that no method leaves at a constant."""
+    known = ("embed_tokens.", "lm_head.", "fc.", "norm.", "hidden_norm.", "layers.", "mask_hidden")
+    return name.startswith(known) and name.endswith(("weight", "mask_hidden"))
+
+
+def dtypes(s: Subject) -> Iterator[Finding]:
+    """Precisions that engines do not expect in a draft."""
+    kinds = {info.dtype for n, info in s.draft.tensors.items() if canonical(n) not in ("d2t", "t2d") and "int" not in info.dtype}
+    odd = sorted(kinds - {"float32", "bfloat16", "float16", "bool"})
+    if odd:
+        yield warning("dtype", f"tensors of {', '.join(odd)}", "not every loader takes them", "save them as bfloat16")
+    elif len(kinds - {"bool"}) > 1:
+        yield note("dtype-mixed", f"tensors of {', '.join(sorted(kinds))}", "engines cast all to their own", "nothing to do")
+
+
+def head(s: Subject) -> Iterator[Finding]:
+    """An embedding or a head that is tied or left to the target."""
+    if s.prefix:
+        return
+    if s.fields.get("tie_word_embeddings") is True and "lm_head.weight" in s.names:
+        yield warning(
+            "tied-embeddings",
+            "tie_word_embeddings=true, and the file holds an lm_head",
+            "loaders that tie put the embedding in the head's place",
+            "set tie_word_embeddings to false",
+        )
+    shared = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in s.names]
+    if s.draft.tensors and shared and not (s.reduced and "lm_head.weight" in shared):
+        yield note("target-head", f"no {', '.join(shared)} in the file", "engines use the target's", "nothing to do, if training did so")
+    if as_integer(s.fields.get("max_position_embeddings"), 1) is None and s.draft.config:
+        yield note("positions", "max_position_embeddings is not stated", "engines take a short default", "write the target's")
+
+
+def _few(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
+
+
+CHECKS = (names, flags, upper_norms, values, dtypes, head)
