@@ -72,7 +72,7 @@ def _expected(s: Subject) -> tuple[Shapes, Shapes]:
         return exact, {"embed_tokens.weight": None, "lm_head.weight": None}
     fields = dict(s.fields)
     if architecture_of(fields) not in LAYOUTS:  # speculators name none
-        fields["architectures"] = [_architecture(s)]
+        fields["architectures"] = [architecture_by_content(s)]
     fields.setdefault("num_aux_hidden_states", s.chunks or 3)
     needed, allowed = expected_names(fields)
     if not s.parallel:
@@ -116,7 +116,7 @@ def _values(options: Any) -> list[Any]:
     return list(options.values()) if isinstance(options, Mapping) else []
 
 
-def _architecture(s: Subject) -> str:
+def architecture_by_content(s: Subject) -> str:
     """The engines' name for what lies in the file."""
     if s.prefix:
         return "DFlashDraftModel"
