@@ -81,6 +81,12 @@ def chain(seed: int, count: int, length: int = LENGTH, noise: float = 0.1) -> Te
     return ids
 
 
+def rows_of(texts: Tensor) -> list[dict[str, Any]]:
+    """Packed rows of texts whose first two tokens are the question."""
+    spans = [-1] * 2 + [0] * (texts.shape[1] - 2)
+    return [{"input_ids": ids, "documents": [0] * len(ids), "spans": spans, "row": i} for i, ids in enumerate(texts.tolist())]
+
+
 @cache
 def trained_target(family: str, steps: int = 150) -> PreTrainedModel:
     """A tiny model of the family that has learned the language."""
@@ -114,10 +120,7 @@ def trained_draft(family: str, algorithm: str, steps: int = 60) -> tuple[BaseDra
     name, options = ALGORITHMS[algorithm]
     draft = auto_draft(model.config, name, **options)
     target = Target(model, draft.config.aux_layers)
-    texts = chain(10_000, 8 * 16)
-    rows = [
-        {"input_ids": t.tolist(), "documents": [0] * LENGTH, "spans": [-1] * 2 + [0] * (LENGTH - 2), "row": i} for i, t in enumerate(texts)
-    ]
+    rows = rows_of(chain(10_000, 8 * 16))
     draft.start_from(target, rows)
     untrained, _ = measure(model, draft.eval(), chain(20_000, 8, 6, noise=0))
     assert draft.algorithm is not None

@@ -90,3 +90,9 @@ def run(line: str) -> None:
         arguments += ["--max-new-tokens", "8"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, f"{line}\n{result.output}"
+
+
+@pytest.mark.slow
+def test_site() -> None:
+    """`make docs`: pictures, then the site; mkdocs is strict."""
+    subprocess.run(["make", "docs"], cwd=DOCS.parent, check=True)
