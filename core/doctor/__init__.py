@@ -1,8 +1,21 @@
 """Whether a draft is sound, before it is served: `foredraft doctor`."""
 
 from .checkpoint import Checkpoint, TensorInfo
-from .examine import ask_engines, examine, examine_subject
+from .dynamic import measured
+from .examine import ask_engines, examine, examine_subject, open_subject
 from .finding import Finding
+from .mend import mend
 from .subject import Subject
 
-__all__ = ["Checkpoint", "Finding", "Subject", "TensorInfo", "ask_engines", "examine", "examine_subject"]
+__all__ = [
+    "Checkpoint",
+    "Finding",
+    "Subject",
+    "TensorInfo",
+    "ask_engines",
+    "examine",
+    "examine_subject",
+    "measured",
+    "mend",
+    "open_subject",
+]

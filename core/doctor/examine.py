@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..errors import ForedraftError
 from . import config, pair, rope, tensors, vocabulary
 from .checkpoint import Checkpoint
 from .finding import Finding
@@ -16,11 +17,20 @@ ORDER = {"error": 0, "warning": 1, "note": 2}
 
 
 def examine(draft: str | Path, target: str | Path | None = None) -> list[Finding]:
-    """What is wrong with the draft in a directory, worst first; `target` is its target's directory, whose config is enough.
+    """What is wrong with the draft in a directory, worst first; of its target, the config is enough. Raises as `open_subject`."""
+    return examine_subject(open_subject(draft, target))
 
-    Raises `ForedraftError` if one of them is no directory.
-    """
-    return examine_subject(Subject(Checkpoint.open(draft), Checkpoint.open(target) if target else None))
+
+def open_subject(draft: str | Path, target: str | Path | None = None) -> Subject:
+    """A draft's directory and its target's, or the target's id on the hub, opened. Raises `ForedraftError` if one is not there."""
+    if target is not None and not Path(target).is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            target = snapshot_download(str(target), allow_patterns=["*.json", "*.jinja", "*.safetensors"])
+        except (OSError, ValueError) as error:
+            raise ForedraftError(f"no target at '{target}', neither a directory nor on the hub: {str(error)[:200]}") from error
+    return Subject(Checkpoint.open(draft), Checkpoint.open(target) if target else None)
 
 
 def examine_subject(subject: Subject) -> list[Finding]:

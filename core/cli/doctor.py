@@ -1,0 +1,75 @@
+"""`foredraft doctor`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..doctor import Finding
+
+COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
+
+
+def doctor(
+    draft: Annotated[str, typer.Argument(help="directory of a draft, ours or anybody's")],
+    target: Annotated[
+        str | None, typer.Option(help="directory or hub id of its target; without weights, only configs are compared")
+    ] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="an engine that is to serve it; may be given again. Default: notes on all")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL of prompts to measure acceptance on; default: a few of our own")] = None,
+    measure: Annotated[bool, typer.Option(help="run the draft with the target, where the target's weights are there")] = True,
+    fix: Annotated[Path | None, typer.Option(metavar="OUT", help="write a copy mended where the mend is certain")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Whether a draft is sound: what is wrong, what it breaks, how to mend it. Exit status 1 if anything is an error."""
+    import json
+    from dataclasses import asdict
+
+    from ..doctor import ask_engines, examine_subject, measured, mend, open_subject
+    from ..registry import default_registry
+
+    registry = default_registry()
+    engines = [registry.engine(name) for name in engine] if engine else list(registry.engines().values())
+
+    def findings(path: str | Path) -> "list[Finding]":
+        subject = open_subject(path, target)
+        static = [*examine_subject(subject), *ask_engines(subject.draft, engines, asked=bool(engine))]
+        return [*static, *(measured(subject, prompts) if measure and subject.target else [])]
+
+    found, done = findings(draft), []
+    if fix is not None:
+        done = mend(open_subject(draft, target), found, fix)
+        found = findings(fix)
+    if as_json:
+        print(json.dumps({"draft": str(fix or draft), "mended": done, "findings": [asdict(f) for f in found]}, indent=2))
+    else:
+        _show(found, done, fix)
+    if any(f.severity == "error" for f in found):
+        raise typer.Exit(1)
+
+
+def _show(found: "list[Finding]", done: list[str], fix: Path | None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    if done:
+        console.print(f"[bold]mended in '{escape(str(fix))}'[/]:\n  " + escape("\n  ".join(done)))
+    if found:
+        table = Table(show_lines=True)
+        for column in ("finding", "what was found", "what it breaks", "how to mend it"):
+            table.add_column(column, overflow="fold")
+        for f in found:
+            table.add_row(f"[{COLOURS[f.severity]}]{f.severity}[/]\n{escape(f.id)}", escape(f.found), escape(f.breaks), escape(f.mend))
+        console.print(table)
+    counts = {kind: sum(f.severity == kind for f in found) for kind in COLOURS}
+    console.print(", ".join(f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items()))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(doctor)
