@@ -17,6 +17,7 @@ _EXPORTS = {
     "DraftSpec": ".protocols",
     "DraftTrainer": ".training",
     "DraftTrainingArguments": ".training",
+    "EngineBase": ".engines",
     "ForedraftError": ".errors",
     "GroupedQueryDraft": ".grouped_query",
     "Registry": ".registry",

@@ -9,6 +9,7 @@ import torch
 from .auto import DEFAULT_ALGORITHM, auto_draft
 from .checkpoint import read_config
 from .draft import BaseDraft
+from .registry import default_registry
 
 
 def describe(
@@ -34,11 +35,20 @@ def describe(
         "parameters": f"{trained / 1e6:.1f} M trained, {embedding / 1e6:.1f} M in the frozen embedding",
         "aux layers": f"{list(config.aux_layers)} (HF hidden_states indices)",
         "engines know it as": made["architecture"],
+        **_engines(config.to_dict()),
         "training step": _memory(draft, trained, embedding, rows, length),
     }
     if measured := made.get("measured"):
         lines["measured"] = "; ".join(f"{prompts}: τ {m['tau']}" for prompts, m in measured.items())
     return lines
+
+
+def _engines(config: dict[str, Any]) -> dict[str, str]:
+    """Who serves a draft with this `config.json`, and why the others do not."""
+    reasons = {name: engine().refuses(config) for name, engine in default_registry().engines().items()}
+    refusals = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    serving = ", ".join(name for name, reason in reasons.items() if not reason)
+    return {"served by": serving or "none", **({"not served by": "\n".join(refusals)} if refusals else {})}
 
 
 def _why(adapter: type[BaseDraft], model_type: str) -> str:

@@ -21,4 +21,4 @@ def foredraft_algorithms() -> list[type]:  # type: ignore[empty-body]
 
 @hookspec
 def foredraft_engines() -> list[type]:  # type: ignore[empty-body]
-    """Serving systems that load the drafts we write."""
+    """Serving systems that load drafts (subclasses of `foredraft.EngineBase`)."""

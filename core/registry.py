@@ -73,6 +73,10 @@ class Registry:
         """Algorithm classes by name."""
         return {r.name: r.cls for r in self._unique("algorithm")}
 
+    def engines(self) -> dict[str, Any]:
+        """Engine classes by name."""
+        return {r.name: r.cls for r in self._unique("engine")}
+
     def adapter(self, name: str) -> Any:
         """The adapter class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
         return self._get("adapter", name)
@@ -80,6 +84,10 @@ class Registry:
     def algorithm(self, name: str) -> Any:
         """The algorithm class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
         return self._get("algorithm", name)
+
+    def engine(self, name: str) -> Any:
+        """The engine class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
+        return self._get("engine", name)
 
     def adapter_for(self, model_type: str, target: Any = None) -> Any:
         """The adapter class for targets of a `model_type`; where none lists it, a generic one that takes the config `target`.

@@ -4,15 +4,14 @@ from typing import Any
 
 
 def lacking(kind: str, cls: Any) -> list[str]:
-    """What the adapter or algorithm `cls` still needs, a text each."""
-    if kind == "engine":
-        return [] if isinstance(getattr(cls, "name", None), str) else ["name: the name it is asked for by"]
+    """What the adapter, algorithm or engine `cls` still needs, a text each."""
     # These import torch; whoever offers an adapter or an algorithm has done so already.
     from .config import DraftConfigMixin
     from .draft import BaseDraft
+    from .engines import EngineBase
     from .protocols import AlgorithmBase, Frozen
 
-    base: Any = BaseDraft if kind == "adapter" else AlgorithmBase
+    base: Any = {"adapter": BaseDraft, "algorithm": AlgorithmBase, "engine": EngineBase}[kind]
     if not isinstance(cls, type) or not issubclass(cls, base):
         return [f"to be a subclass of foredraft.{base.__name__}"]
 
@@ -40,6 +39,9 @@ def lacking(kind: str, cls: Any) -> list[str]:
             "def shape(cls, target) -> dict": not inherits("shape"),
             "def refuses(cls, target) -> str | None, as it is generic": not (generic and inherits("refuses")),
         }
+    elif kind == "engine":
+        checks["def refuses(self, config) -> str | None"] = not inherits("refuses")
+        checks["def arguments(self, config, draft, target, num_tokens) -> list"] = not inherits("arguments")
     else:
         checks["Options: a subclass of foredraft.protocols.Frozen"] = derived("Options", Frozen)
         signatures = {

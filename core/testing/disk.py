@@ -11,34 +11,18 @@ from safetensors import safe_open
 
 from ..auto import auto_draft
 from ..checkpoint import WEIGHTS, save_draft
+from ..layouts import LAYOUTS, tensor_names
 from ..registry import Registry
 from .common import randomize
-
-NORMS, MLP = ("input_layernorm", "post_attention_layernorm"), ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-GROUPED = tuple(f"self_attn.{x}_proj" for x in "qkvo")
-QK_NORM = ("self_attn.q_norm", "self_attn.k_norm")
-LATENT_PARTS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
-LATENT = tuple(f"self_attn.{part}" for part in LATENT_PARTS)
-EAGLE = ("fc", "norm", "lm_head")
-EAGLE_OPTIONAL = r"embed_tokens\.weight|fc_norm\.\d+\.weight|d2t|t2d|mask_hidden"
-
-ENGINE_NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
-    "LlamaForCausalLMEagle3": (EAGLE, (*NORMS, "hidden_norm", *GROUPED, *MLP), EAGLE_OPTIONAL),
-    "Eagle3Qwen3ForCausalLM": (EAGLE, (*NORMS, "hidden_norm", *GROUPED, *QK_NORM, *MLP), EAGLE_OPTIONAL),
-    "Eagle3DeepseekV2ForCausalLM": (EAGLE, (*NORMS, "hidden_norm", *LATENT, *MLP), EAGLE_OPTIONAL),
-    "DFlashDraftModel": (("fc", "hidden_norm", "norm"), (*NORMS, *GROUPED, *QK_NORM, *MLP), r"(?!)"),
-}
-"""By the `architectures` entry: weights of the draft, weights of each layer, and a pattern of what may be there too."""
 
 
 def check_names(architecture: str, num_layers: int, names: set[str]) -> None:
     """The tensors' names are those that engines read for the architecture claimed; skips one that no engine is known for."""
     prefixed = sorted(n for n in names if n.startswith("model."))
     assert not prefixed, f"{', '.join(prefixed)}: no name may begin with 'model.' (base_model_prefix must be '')"
-    if architecture not in ENGINE_NAMES:
+    if architecture not in LAYOUTS:
         pytest.skip(f"no engine's tensor names are known for architecture '{architecture}'")
-    top, layer, optional = ENGINE_NAMES[architecture]
-    expected = {f"{n}.weight" for n in top} | {f"layers.{i}.{n}.weight" for i in range(num_layers) for n in layer}
+    expected, optional = tensor_names(architecture, num_layers)
     unknown = sorted(n for n in names - expected if not re.fullmatch(optional, n))
     lacking = sorted(expected - names)
     wrong = [*unknown, *lacking]

@@ -1,0 +1,29 @@
+"""`foredraft serve-command`."""
+
+from typing import Annotated
+
+import typer
+
+from .common import TargetOption
+
+
+def serve_command(
+    draft: Annotated[str, typer.Argument(help="directory of the draft")],
+    target: TargetOption,
+    engine: Annotated[str, typer.Option(help="serving system (see `foredraft plugins`)")] = "vllm",
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-draft-tokens", "-k", min=1, help="tokens drafted per pass of the target; default: a whole block of DFlash, else 4"
+        ),
+    ] = None,
+) -> None:
+    """Print the command line that serves a draft, or why the engine does not serve it."""
+    from ..registry import default_registry
+
+    print(default_registry().engine(engine)().command(draft, target, num_draft_tokens))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("serve-command")(serve_command)

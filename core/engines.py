@@ -1,0 +1,113 @@
+"""The contract of engines: which drafts a serving system loads, and the command line that serves one."""
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .errors import ForedraftError
+from .layouts import architecture_of, expected_names, is_reduced
+
+if TYPE_CHECKING:
+    from .doctor import Checkpoint, Finding
+    from .doctor.finding import Severity
+
+Config = Mapping[str, Any]
+"""A draft's `config.json`, ours or a peer's."""
+
+DEFAULT_TOKENS = 4
+"""Drafted per pass of the target, unless the draft comes in blocks."""
+
+
+class EngineBase:
+    """A serving system. What it serves is told by what its loader reads of a `config.json`, never by who wrote the draft.
+
+    A subclass sets `name` and `summary` and implements `refuses` and `arguments`; `findings` are its checks for `foredraft doctor`.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str] = ""
+
+    def refuses(self, config: Config) -> str | None:
+        """Why this engine does not serve a draft with this `config.json`; None if it does."""
+        raise NotImplementedError(f"engine '{self.name}' must say what it serves: def refuses(self, config) -> str | None")
+
+    def arguments(self, config: Config, draft: str, target: str, num_tokens: int) -> list[str]:
+        """The command that serves the draft, as a list of arguments."""
+        raise NotImplementedError(f"engine '{self.name}' must be started: def arguments(self, config, draft, target, num_tokens) -> list")
+
+    def findings(self, checkpoint: "Checkpoint") -> "list[Finding]":
+        """What goes wrong with a draft's files in this engine, beside what is wrong with them anywhere."""
+        from .doctor import Finding
+
+        if reason := self.refuses(checkpoint.config):
+            breaks = f"{self.name} does not serve this draft"
+            return [Finding(f"{self.name}-refuses", "error", reason, breaks, "`foredraft info DRAFT` says which engines do")]
+        return []
+
+    def command(self, draft: str | Path, target: str, num_tokens: int | None = None) -> str:
+        """The command line that serves the draft in a directory; by default it drafts whole blocks, or 4 tokens.
+
+        Raises `ForedraftError` if the engine does not serve this draft, saying why, or not so many tokens.
+        """
+        from .checkpoint import read_config
+
+        config = read_config(draft)
+        if reason := self.refuses(config):
+            raise ForedraftError(
+                f"{self.name} does not serve the draft '{draft}': {reason}\n  `foredraft info {draft}` says which engines do"
+            )
+        block = config.get("block_size")
+        most = block - 1 if isinstance(block, int) and block > 1 else None
+        if num_tokens is not None and most is not None and num_tokens > most:
+            raise ForedraftError(f"{num_tokens} tokens were asked for; this draft was trained to draft {most} at most, a block of {block}")
+        return shlex.join(self.arguments(config, str(draft), target, num_tokens or most or DEFAULT_TOKENS))
+
+
+def unknown_architecture(config: Config, known: Mapping[str, Any] | tuple[str, ...]) -> str | None:
+    """A reason to refuse a draft whose architecture is none of the `known` ones."""
+    if (architecture := architecture_of(config)) in known:
+        return None
+    return f"its loader knows no draft architecture {architecture or '(none is named)'!r}; it takes {', '.join(known)}"
+
+
+@dataclass(frozen=True)
+class Loader:
+    """How an engine's loader treats the names of tensors; `findings` compares a file's with what its config asks for."""
+
+    engine: str
+    prefix: str = ""
+    """Names may begin with it."""
+    unread: str = r"(?!)"
+    """A pattern of names that our layouts have and this loader does without."""
+    shares_head: bool = False
+    """Whether a draft of the whole vocabulary without a head gets the target's."""
+    unknown: "tuple[Severity, str]" = ("error", "it refuses the whole draft")
+    """How bad a name is that it does not know, and what it does then."""
+    missing: str = "it loads the draft without a word and runs it on uninitialised memory"
+
+    def findings(self, config: Config, names: Iterable[str]) -> "list[Finding]":
+        """One finding for all unknown names, one for all missing ones."""
+        from .doctor import Finding
+
+        needed, allowed = expected_names(config)
+        # SpecForge and SafeAILab call the first layer midlayer; both engines know that.
+        found = {name.removeprefix(self.prefix).replace("midlayer.", "layers.0.") for name in names}
+        if self.shares_head and not is_reduced(config):
+            needed.discard("lm_head.weight")
+        unknown = sorted(found - needed - allowed - {"lm_head.weight"}) if needed else []
+        missing = sorted(name for name in needed - found if not re.fullmatch(self.unread, name))
+        made = []
+        if unknown:
+            mend = "leave them out of the file, or set the flags in config.json that ask for them"
+            made.append(Finding(f"{self.engine}-unknown-tensors", self.unknown[0], _few(unknown), self.unknown[1], mend))
+        if missing:
+            mend = "get the whole file, or clear the flags in config.json that ask for them"
+            made.append(Finding(f"{self.engine}-missing-tensors", "error", f"no {_few(missing)}", self.missing, mend))
+        return made
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

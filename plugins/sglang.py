@@ -1,0 +1,67 @@
+"""SGLang, as of 0.5.23: EAGLE-3 and EAGLE-3.1 drafts, Llama- and DeepSeek-shaped, and DFlash."""
+
+from typing import TYPE_CHECKING, Any
+
+from foredraft import hookimpl
+from foredraft.engines import Config, EngineBase, Loader, unknown_architecture
+from foredraft.layouts import architecture_of, drafts_in_parallel
+
+if TYPE_CHECKING:
+    from foredraft.doctor import Checkpoint, Finding
+
+ALGORITHMS = {"LlamaForCausalLMEagle3": "EAGLE3", "Eagle3DeepseekV2ForCausalLM": "EAGLE3", "DFlashDraftModel": "DFLASH"}
+"""`--speculative-algorithm` by architecture."""
+
+LOADER = Loader("sglang", prefix="model.", unknown=("warning", "it skips them without a word"))
+
+
+class SGLang(EngineBase):
+    """`sglang.launch_server` with a draft model."""
+
+    name = "sglang"
+    summary = "SGLang's OpenAI server"
+
+    def refuses(self, config: Config) -> str | None:
+        """What its loaders refuse, or would load and run as something else."""
+        if reason := unknown_architecture(config, ALGORITHMS):
+            return reason
+        if config.get("hidden_act") not in (None, "silu"):
+            return f"its feed-forward knows no activation '{config['hidden_act']}', only silu"
+        if ALGORITHMS[architecture_of(config)] == "DFLASH":
+            return None
+        if drafts_in_parallel(config):
+            return "it does not draft in parallel (P-EAGLE): it would skip mask_hidden and run the draft as a sequential one"
+        return self._refuses_eagle(config)
+
+    def _refuses_eagle(self, config: Config) -> str | None:
+        width = config.get("hidden_size")
+        if config.get("num_aux_hidden_states") == 1 and config.get("target_hidden_size", width) == width:
+            return "it tells the target's states from the draft's own by their width, so with one aux layer it never applies fc"
+        if "Deepseek" not in architecture_of(config):
+            return "its query, key and value projections have no biases (attention_bias)" if config.get("attention_bias") else None
+        if config.get("num_hidden_layers") != 1:
+            return f"its latent-attention draft has one layer, found {config.get('num_hidden_layers')}"
+        if not isinstance(config.get("q_lora_rank"), int):
+            return f"its latent attention needs low-rank queries (an integer q_lora_rank), found {config.get('q_lora_rank')}"
+        return None
+
+    def arguments(self, config: Config, draft: str, target: str, num_tokens: int) -> list[str]:
+        """The OpenAI server. SGLang counts the token it verifies first among the drafted ones."""
+        algorithm = ALGORITHMS[architecture_of(config)]
+        chain = ["--speculative-num-steps", str(num_tokens), "--speculative-eagle-topk", "1"] if algorithm == "EAGLE3" else []
+        return [
+            *("python", "-m", "sglang.launch_server", "--model-path", target),
+            *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft),
+            *chain,
+            *("--speculative-num-draft-tokens", str(num_tokens + 1)),
+        ]
+
+    def findings(self, checkpoint: "Checkpoint") -> "list[Finding]":
+        """Names it skips, and parameters it would leave as they were allocated."""
+        return super().findings(checkpoint) or LOADER.findings(checkpoint.config, checkpoint.tensors)
+
+
+@hookimpl
+def foredraft_engines() -> list[type[Any]]:
+    """The engine of this file."""
+    return [SGLang]

@@ -1,0 +1,81 @@
+"""vLLM, as of 0.32: EAGLE-3, EAGLE-3.1, P-EAGLE and DFlash drafts, Llama-, Qwen3- and (sequential ones) DeepSeek-shaped."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from foredraft import hookimpl
+from foredraft.engines import Config, EngineBase, Loader, unknown_architecture
+from foredraft.layouts import architecture_of, drafts_in_parallel
+
+if TYPE_CHECKING:
+    from foredraft.doctor import Checkpoint, Finding
+
+METHODS = {
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Qwen3ForCausalLM": "eagle3",
+    "Eagle3DeepseekV2ForCausalLM": "eagle3",
+    "Eagle3DeepseekV3ForCausalLM": "eagle3",
+    "DFlashDraftModel": "dflash",
+}
+"""The method by which vLLM runs an architecture. It guesses from the path if none is named, and runs a DFlash draft wrongly."""
+SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash"}
+"""The same by the `speculators_model_type` of a draft in the speculators format, whose class vLLM chooses itself."""
+
+LOADER = Loader("vllm", shares_head=True, unread=r"layers\.[1-9]\d*\.hidden_norm\.weight")
+
+
+class VLLM(EngineBase):
+    """`vllm serve` with a `--speculative-config`."""
+
+    name = "vllm"
+    summary = "vLLM's OpenAI server"
+
+    def refuses(self, config: Config) -> str | None:
+        """What its loaders refuse, or would load and run as something else."""
+        if kind := _speculators_type(config):
+            return None if kind in SPECULATORS else f"it reads no speculators_model_type '{kind}'; it takes {', '.join(SPECULATORS)}"
+        if reason := unknown_architecture(config, METHODS):
+            return reason
+        if "Deepseek" in architecture_of(config):
+            return _refuses_latent(config)
+        if config.get("hidden_act") not in (None, "silu"):
+            return f"its feed-forward knows no activation '{config['hidden_act']}', only silu"
+        return None
+
+    def speculative_config(self, config: Config, draft: str, num_tokens: int) -> dict[str, Any]:
+        """What `--speculative-config` and `LLM(speculative_config=...)` take for this draft."""
+        kind = _speculators_type(config)
+        method = SPECULATORS[kind] if kind else METHODS[architecture_of(config)]
+        fields = {"model": draft, "method": method, "num_speculative_tokens": num_tokens}
+        if method == "eagle3" and (kind == "peagle" or drafts_in_parallel(config)):
+            fields["parallel_drafting"] = True  # else it would skip mask_hidden and draft in sequence
+        return fields
+
+    def arguments(self, config: Config, draft: str, target: str, num_tokens: int) -> list[str]:
+        """The OpenAI server."""
+        return ["vllm", "serve", target, "--speculative-config", json.dumps(self.speculative_config(config, draft, num_tokens))]
+
+    def findings(self, checkpoint: "Checkpoint") -> "list[Finding]":
+        """Names it refuses, and parameters it would leave as they were allocated."""
+        return super().findings(checkpoint) or LOADER.findings(checkpoint.config, checkpoint.tensors)
+
+
+def _speculators_type(config: Config) -> str:
+    return str(config.get("speculators_model_type") or "")
+
+
+def _refuses_latent(config: Config) -> str | None:
+    if config.get("model_type") in ("deepseek_v3", "deepseek_v32"):
+        return f"it takes model_type '{config['model_type']}' for the target's own multi-token prediction; deepseek_v2 is what it serves"
+    if not isinstance(config.get("q_lora_rank"), int):
+        return f"its latent attention needs low-rank queries (an integer q_lora_rank), found {config.get('q_lora_rank')}"
+    if drafts_in_parallel(config):
+        return "it drafts in parallel (P-EAGLE) with Llama- and Qwen3-shaped drafts only, not with latent attention"
+    return None
+
+
+@hookimpl
+def foredraft_engines() -> list[type[Any]]:
+    """The engine of this file."""
+    return [VLLM]

@@ -1,0 +1,176 @@
+"""Real vLLM on the CPU serves what training wrote: same text with and without the draft, and every drafted token is ours.
+
+Needs `FOREDRAFT_VLLM_PYTHON`, the interpreter of an environment with vLLM (docs/engines.md says how to make one); half a minute per pair.
+vLLM's kernels for the CPU want heads of 32 at least, and latent attention in DeepSeek's own sizes.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from foredraft import BaseDraft, default_registry, generate, save_draft
+
+HERE = Path(__file__).parent
+PYTHON = os.environ.get("FOREDRAFT_VLLM_PYTHON")
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(PYTHON is None, reason="FOREDRAFT_VLLM_PYTHON names no interpreter with vLLM")]
+
+SPEC = importlib.util.spec_from_file_location("matrix_for_vllm", HERE.parent / "benchmarks/matrix.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+matrix: Any = importlib.util.module_from_spec(SPEC)
+sys.modules["matrix_for_vllm"] = matrix  # dataclasses look their module up
+SPEC.loader.exec_module(matrix)
+
+DRAFTED, NEW, TRAINING_STEPS = matrix.DRAFTED, 40, 25  # few steps: drafts that err
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
+LATENT = {
+    **matrix.SHAPE,
+    **matrix.MOE,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 8,
+}
+GROUPED = {**matrix.SHAPE, "head_dim": 32}
+matrix.TARGETS.update(
+    {
+        "Llama": {"model_type": "llama", **GROUPED, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e4, **LLAMA3}},
+        "Qwen3": {"model_type": "qwen3", **GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        "DeepSeek": {"model_type": "deepseek_v3", **LATENT},
+        "DeepSeek, yarn": {"model_type": "deepseek_v3", **LATENT, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN}},
+    }
+)
+ALGORITHMS = {
+    "EAGLE-3": ("eagle3", {"ttt_steps": DRAFTED, "draft_vocab_size": 40}),
+    "EAGLE-3.1": ("eagle31", {"ttt_steps": DRAFTED}),
+    "EAGLE-3, two layers": ("eagle3", {"ttt_steps": DRAFTED, "num_layers": 2, "num_aux": 4}),
+    "P-EAGLE": ("peagle", {"num_depths": DRAFTED, "num_layers": 2, "draft_vocab_size": 40}),
+    "DFlash": ("dflash", {"block_size": DRAFTED + 1, "num_layers": 2, "num_aux": 3, "anchors": 16}),
+}
+matrix.ALGORITHMS.update(ALGORITHMS)
+matrix.ALGORITHMS.update({f"{name}, Qwen3-shaped": (a, {**o, "qk_norm": True}) for name, (a, o) in ALGORITHMS.items() if a != "dflash"})
+
+PAIRS = [
+    ("Llama", "EAGLE-3"),
+    ("Llama", "EAGLE-3.1"),
+    ("Llama", "EAGLE-3, two layers"),
+    ("Llama", "P-EAGLE"),
+    ("Llama", "DFlash"),
+    ("Qwen3", "EAGLE-3, Qwen3-shaped"),
+    ("Qwen3", "EAGLE-3.1, Qwen3-shaped"),
+    ("Qwen3", "P-EAGLE, Qwen3-shaped"),
+    ("DeepSeek", "EAGLE-3"),
+    ("DeepSeek, yarn", "EAGLE-3.1"),
+]
+Drafts = dict[int, list[int]]
+"""What was drafted, by the number of tokens known before."""
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@cache
+def served_target(family: str, folder: Path) -> tuple[PreTrainedModel, str]:
+    model = matrix.trained_target(family)
+    model.save_pretrained(folder / family)
+    return model, str(folder / family)
+
+
+def prompts() -> list[list[int]]:
+    return [ids[: 6 + 2 * i].tolist() for i, ids in enumerate(matrix.chain(20_000, 8, 24, noise=0.3))]
+
+
+@cache
+def in_vllm(target: str, draft: str | None, folder: Path) -> dict[str, Any]:
+    """What tests/run_in_vllm.py says of our prompts."""
+    llm = {"model": target, "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4}
+    if draft is not None:
+        config = json.loads((Path(draft) / "config.json").read_text())
+        engine = default_registry().engine("vllm")()
+        assert engine.refuses(config) is None
+        llm["speculative_config"] = engine.speculative_config(config, draft, DRAFTED)
+    job, out = folder / "job.json", folder / "out.json"
+    job.write_text(json.dumps({"llm": llm, "prompts": prompts(), "max_tokens": NEW, "ignore_eos": True}))
+    out.unlink(missing_ok=True)
+    assert PYTHON is not None
+    openmp = Path(PYTHON).parents[1] / "lib/libiomp5.so"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})}
+    done = subprocess.run([PYTHON, str(HERE / "run_in_vllm.py"), str(job), str(out)], capture_output=True, text=True, env=environment)
+    assert out.exists(), (done.stdout + done.stderr)[-4000:]
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+def in_foredraft(model: PreTrainedModel, draft: BaseDraft, prompt: list[int], new: int) -> tuple[list[int], Drafts]:
+    """The text, and what was drafted on the way."""
+    drafts: Drafts = {}
+    assert draft.algorithm is not None
+    make = draft.algorithm.drafter
+
+    class Noting:
+        def __init__(self, draft: BaseDraft):
+            self.drafter = make(draft)
+
+        def propose(self, ids: torch.Tensor, *rest: Any) -> Any:
+            tokens, logits = self.drafter.propose(ids, *rest)
+            drafts[len(ids)] = tokens
+            return tokens, logits
+
+    draft.algorithm.drafter = Noting  # type: ignore[method-assign,assignment]
+    try:
+        out = generate(model, draft, torch.tensor([prompt]), num_draft_tokens=DRAFTED, max_new_tokens=new, do_sample=False)
+    finally:
+        del draft.algorithm.drafter
+    return out[0, len(prompt) :].tolist(), drafts
+
+
+def accepted(drafts: Drafts, text: list[int]) -> list[int]:
+    """How often the draft was right up to position 1, 2, ..."""
+    counts = [0] * DRAFTED
+    for known, tokens in drafts.items():
+        for i in range(len(tokens)):
+            counts[i] += tokens[: i + 1] == text[known : known + i + 1]
+    return counts
+
+
+@pytest.mark.parametrize(("family", "algorithm"), PAIRS)
+def test_vllm_writes_the_same_text_and_drafts_what_we_draft(family: str, algorithm: str, folder: Path) -> None:
+    model, target = served_target(family, folder)
+    draft, _ = matrix.trained_draft(family, algorithm, steps=TRAINING_STEPS)
+    path = str(save_draft(draft, folder / f"{family} {algorithm}"))
+    plain, drafted = in_vllm(target, None, folder), in_vllm(target, path, folder)
+    assert drafted["ids"] == plain["ids"], "vLLM's greedy text with the draft is not the one without"
+    assert drafted["absent"] == [], "parameters that vLLM allocates and our file does not fill"
+    if not draft.complete:
+        draft.take_head(model)
+    counts = [0] * DRAFTED
+    for prompt, text, theirs in zip(prompts(), drafted["ids"], drafted["drafts"], strict=True):
+        # Longer than vLLM's: it drafts beyond the end, we do not.
+        continued, ours = in_foredraft(model, draft, prompt, NEW + 2 * DRAFTED)
+        assert text == continued[:NEW], "vLLM's greedy text is not transformers'"
+        noted = dict(theirs)
+        assert len(noted) > 1
+        for known, tokens in noted.items():
+            if known in ours and len(ours[known]) == DRAFTED:
+                assert tokens == ours[known], f"after {known} tokens of {prompt + continued}"
+        missed = {known for known in ours if known < len(prompt) + NEW} ^ set(noted)
+        assert not missed, f"only one of the two drafted after {sorted(missed)} tokens"
+        counts = [a + b for a, b in zip(counts, accepted(noted, prompt + continued), strict=True)]
+    assert drafted["accepted"] == counts
+    acceptance = [round(count / drafted["drafted"], 2) for count in counts]
+    print(f"\n{family}, {algorithm}: τ {1 + sum(counts) / drafted['drafted']:.2f}, accepted per position {acceptance}")
+    assert 0 < acceptance[0] < 1, "a draft that is always or never right shows little"
