@@ -18,20 +18,24 @@ from .protocols import AlgorithmBase
 from .registry import Registry
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .draft import BaseDraft
 
 WEIGHTS = "model.safetensors"
 
 
-def save_draft(draft: "BaseDraft", path: str | Path) -> Path:
+def save_draft(draft: "BaseDraft", path: str | Path, state_dict: "Mapping[str, Tensor] | None" = None) -> Path:
     """Write the draft to the directory `path`, all or nothing: what was there stays until the new one is complete.
 
-    Raises `ForedraftError` if it cannot be written (disk full, say).
+    `state_dict` is written in place of its own tensors, which then need no storage. Raises `ForedraftError` if it cannot be
+    written (disk full, say).
     """
-    if broken := [name for name, p in draft.named_parameters() if not bool(p.isfinite().all())]:
+    tensors = state_dict or dict(draft.named_parameters())
+    if broken := [name for name, p in tensors.items() if not bool(p.isfinite().all())]:
         raise ForedraftError(f"not written to '{path}': {', '.join(broken)} hold values that are not finite")
     with replacing(path) as temporary:
-        draft.save_pretrained(temporary)
+        draft.save_pretrained(temporary, state_dict=state_dict)
         (temporary / WEIGHTS).chmod(0o644)  # safetensors makes it private to the user; servers often run as another
     return Path(path)
 

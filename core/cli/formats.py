@@ -1,0 +1,40 @@
+"""`foredraft import` and `foredraft export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import TargetOption
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(help="directory of a draft by SafeAILab/EAGLE, SpecForge, NeMo, speculators or z-lab")],
+    out: Annotated[Path, typer.Argument(help="where the draft of ours goes")],
+    target: TargetOption,
+) -> None:
+    """Read another project's draft, told by its content, into a draft of ours."""
+    from ..formats import import_draft
+
+    done = import_draft(source, out, target)
+    print(f"{done.path}: a draft by {done.algorithm}, from {done.peer}")
+    for note in done.notes:
+        print(f"  {note}")
+
+
+def export(
+    draft: Annotated[Path, typer.Argument(help="directory of a draft of ours")],
+    out: Annotated[Path, typer.Argument(help="where the export goes")],
+    form: Annotated[str, typer.Option("--format", help="speculators")],
+    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k", min=1, help="what servers draft by default")] = 4,
+) -> None:
+    """Write a draft of ours in another format; vLLM and SGLang read ours as it is."""
+    from ..formats import export_draft
+
+    print(export_draft(draft, out, form, num_draft_tokens))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command(name="import")(import_)
+    app.command()(export)

@@ -1,0 +1,7 @@
+"""Drafts in other projects' formats: read into ours, and written."""
+
+from .exporting import FORMATS, export_draft
+from .importing import Imported, import_draft
+from .peers import PEERS
+
+__all__ = ["FORMATS", "PEERS", "Imported", "export_draft", "import_draft"]

@@ -1,0 +1,214 @@
+"""What a peer's `config.json` says of a draft, each field checked for its type and bounds before anything is built from it."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..auto import describe_validation
+from ..errors import ForedraftError
+
+# Larger than any model's; small enough that a product of two fits 64 bits.
+Size = Annotated[int, Field(ge=1, le=2**24)]
+Token = Annotated[int, Field(ge=0, le=2**31)]
+Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Layers = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(min_length=1, max_length=1000)]
+Factors = Annotated[list[Number], Field(max_length=4096)]
+
+NO_COUNTERPART = {
+    "norm_before_residual": "the first layer's residual is the normed state; ours is the state before the norm",
+    "norm_before_fc": "one norm over all aux states at once (input_norm); ours has one per aux state (fc_norm) or none",
+    "sample_from_anchor": "the anchor's slot drafts too; our blocks begin behind it",
+    "is_causal": "the slots of a block see only those before them; ours see all",
+    "use_swa": "attention within a sliding window; our drafts see the whole text",
+    "attention_sink_bias": "attention has sinks",
+}
+"""Flags that change what a draft computes and that ours cannot follow, and why."""
+SCALES = ("logit_scale", "attention_value_scale", "input_embedding_scale", "output_multiplier", "partial_rotary_factor")
+"""Factors that must be 1 (or absent)."""
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+"""Frequency scalings of the rotary embedding, and what each needs."""
+
+
+class Strict(BaseModel):
+    """Types as they stand (no "64" for 64); fields that no draft of ours depends on are skipped."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class Rope(Strict):
+    """The rotary embedding, in either spelling; what is not understood is not skipped."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    rope_type: Annotated[
+        Literal["default", "linear", "llama3", "yarn", "longrope"], Field(validation_alias=AliasChoices("rope_type", "type"))
+    ] = "default"
+    rope_theta: Number = 10000.0
+    factor: Number | None = None
+    original_max_position_embeddings: Size | None = None
+    low_freq_factor: Number | None = None
+    high_freq_factor: Number | None = None
+    attention_factor: Number | None = None
+    beta_fast: Number | None = None
+    beta_slow: Number | None = None
+    mscale: Number | None = None
+    mscale_all_dim: Number | None = None
+    truncate: bool | None = None
+    short_factor: Factors | None = None
+    long_factor: Factors | None = None
+    partial_rotary_factor: Literal[1.0] | None = Field(None, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_spelling(cls, fields: Any) -> Any:
+        """Some files name the type twice."""
+        if isinstance(fields, dict) and "rope_type" in fields and fields.get("type") == fields["rope_type"]:
+            return {name: value for name, value in fields.items() if name != "type"}
+        return fields
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Rope":
+        if missing := [name for name in SCALINGS[self.rope_type] if getattr(self, name) is None]:
+            raise ValueError(f"rope_type '{self.rope_type}' needs {', '.join(missing)}")
+        if self.short_factor != self.long_factor:
+            raise ValueError("short and long texts get different frequencies, and engines switch at different moments")
+        return self
+
+
+class EagleFields(Strict):
+    """`eagle_config`, which SGLang reads."""
+
+    eagle_aux_hidden_state_layer_ids: Layers | None = None
+    use_aux_hidden_state: bool = True
+    norm_before_fc: bool = False
+
+
+class DFlashFields(Strict):
+    """`dflash_config`."""
+
+    target_layer_ids: Layers | None = None
+    mask_token_id: Token | None = None
+    block_size: Size | None = None
+    causal: bool = False
+    use_swa: bool = False
+    attention_sink_bias: bool = False
+    attention_value_scale: float | None = None
+    input_embedding_scale: float | None = None
+    output_multiplier: float | None = None
+    final_logit_softcapping: float | None = None
+    use_aux_hidden_state: bool = True
+
+
+class DraftFields(Strict):
+    """The fields of a draft's config that decide what it computes."""
+
+    hidden_act: Literal["silu"] = "silu"
+    num_hidden_layers: Size | None = None
+    num_attention_heads: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 1e-6
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**31)] = 2048
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: Number | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    layer_types: Annotated[list[str], Field(max_length=10_000)] | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool = False
+
+    draft_vocab_size: Size | None = None
+    fc_norm: bool = False
+    norm_output: bool | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    sample_from_anchor: bool = False
+    is_causal: bool | None = None
+    logit_scale: float | None = None
+    partial_rotary_factor: float | None = None
+    block_size: Size | None = None
+    num_depths: Size | None = None
+    mask_token_id: Token | None = None
+    pard_token: Token | None = None
+    ptd_token_id: Token | None = None
+    eagle_aux_hidden_state_layer_ids: Layers | None = None
+    aux_hidden_state_layer_ids: Layers | None = None
+    target_layer_ids: Layers | None = None
+    eagle_config: EagleFields = EagleFields()
+    dflash_config: DFlashFields = DFlashFields()
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> "DraftFields":
+        """Checked fields. Raises `ForedraftError` that lists all that is wrong, and every flag that our drafts have no counterpart of."""
+        nested = ("eagle_config", "dflash_config")
+        try:
+            read = cls.model_validate({k: v for k, v in fields.items() if k not in nested or v is not None})
+            _ = read.rope
+        except ValidationError as error:
+            raise ForedraftError("the draft's config.json:\n  " + describe_validation(error, cls.model_fields)) from error
+        if problems := read.objections():
+            raise ForedraftError("a draft of ours cannot compute what this one does:\n  " + "\n  ".join(problems))
+        return read
+
+    def objections(self) -> list[str]:
+        """What this draft computes and ours cannot, a line each."""
+        said = {**self.model_dump(), **self.eagle_config.model_dump(), **self.dflash_config.model_dump()}
+        said["norm_before_fc"] = self.norm_before_fc or self.eagle_config.norm_before_fc
+        said["is_causal"] = self.is_causal or self.dflash_config.causal
+        found = [f"{name}: {reason}" for name, reason in NO_COUNTERPART.items() if said[name]]
+        found += [f"{name}={said[name]}: a factor that ours has not" for name in SCALES if said[name] not in (None, 1.0)]
+        if said["final_logit_softcapping"]:
+            found.append(f"final_logit_softcapping={said['final_logit_softcapping']}: the draft's logits are capped; ours are not")
+        if not (self.eagle_config.use_aux_hidden_state and self.dflash_config.use_aux_hidden_state):
+            found.append("use_aux_hidden_state=false: it reads the target's last state only, without fc (EAGLE-1)")
+        if other := sorted({kind for kind in self.layer_types or () if kind != "full_attention"}):
+            found.append(f"layer_types {', '.join(other)}: {NO_COUNTERPART['use_swa']}")
+        elif self.layer_types is None and self.use_sliding_window and self.sliding_window:
+            found.append(f"sliding_window={self.sliding_window}: {NO_COUNTERPART['use_swa']}")
+        return found
+
+    @property
+    def rope(self) -> Rope:
+        """The rotary embedding as transformers 5 spells it, or 4 (`rope_theta`, `rope_scaling`)."""
+        theta = {} if self.rope_theta is None else {"rope_theta": self.rope_theta}
+        return Rope.model_validate({**theta, **(self.rope_scaling or {}), **(self.rope_parameters or {})})
+
+    @property
+    def aux_layers(self) -> tuple[int, ...] | None:
+        """The target layers it reads, as HF `hidden_states` indices; None: not said.
+
+        The convention goes with the field, not with who wrote it: the EAGLE ids at the top level count the embedding's output as 0,
+        those in `eagle_config` and all `target_layer_ids` count layer outputs from 0. Raises `ForedraftError` where two fields disagree.
+        """
+        spellings = {
+            "eagle_aux_hidden_state_layer_ids": (self.eagle_aux_hidden_state_layer_ids, 0),
+            "aux_hidden_state_layer_ids": (self.aux_hidden_state_layer_ids, 0),
+            "eagle_config.eagle_aux_hidden_state_layer_ids": (self.eagle_config.eagle_aux_hidden_state_layer_ids, 1),
+            "dflash_config.target_layer_ids": (self.dflash_config.target_layer_ids, 1),
+            "target_layer_ids": (self.target_layer_ids, 1),
+        }
+        said = {name: tuple(i + shift for i in ids) for name, (ids, shift) in spellings.items() if ids is not None}
+        return agreed("aux layers (as hidden_states indices)", said)
+
+    @property
+    def mask_token(self) -> int | None:
+        """The token that stands for the unknown, by any of its names. Raises `ForedraftError` where two disagree."""
+        named = {name: getattr(self, name) for name in ("mask_token_id", "pard_token", "ptd_token_id")}
+        said = {**named, "dflash_config.mask_token_id": self.dflash_config.mask_token_id}
+        return agreed("mask token", {name: token for name, token in said.items() if token is not None})
+
+
+def agreed(what: str, said: Mapping[str, Any]) -> Any:
+    """The one value that all fields give, None if there is none. Raises `ForedraftError` where they disagree."""
+    if len(set(said.values())) > 1:
+        values = ", ".join(f"{name}: {value}" for name, value in said.items())
+        raise ForedraftError(f"the draft's config.json names its {what} twice, and not alike: {values}\n  correct one of them first")
+    return next(iter(said.values()), None)

@@ -1,0 +1,299 @@
+"""`foredraft import`: a peer's checkpoint becomes a draft of ours, tensor for tensor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from ..auto import make_algorithm
+from ..checkpoint import save_draft
+from ..doctor import Checkpoint
+from ..draft import TARGET_HEAD, BaseDraft
+from ..errors import ForedraftError
+from ..grouped_query import GroupedQueryDraft
+from ..protocols import AlgorithmBase
+from ..registry import Registry, default_registry
+from ..target import load_target
+from .fields import DraftFields
+from .peers import Kind, Peer, recognise
+
+SIDE_FILE = "mask_embedding.pt"
+"""Beside some DFlash drafts; engines read it."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of a peer's checkpoint."""
+
+    path: Path
+    peer: str
+    algorithm: str
+    notes: tuple[str, ...]
+    """What was filled in, left out or taken in a sense of its own."""
+
+
+def import_draft(source: str | Path, out: str | Path, target: str, registry: Registry | None = None) -> Imported:
+    """Write the draft in `source`, in any format of `PEERS`, to `out` as a draft of ours for `target` (directory or hub id).
+
+    `target` gives the draft its vocabulary and the width of what it reads, and the embedding and head where the file has none. Nothing
+    of the checkpoint's author runs. Raises `ForedraftError` for what is not recognised, damaged, or beyond what a draft of ours computes.
+    """
+    if Path(out).exists():
+        raise ForedraftError(f"'{out}' is there already: choose another place")
+    checkpoint = Checkpoint.open(source)
+    if checkpoint.findings:
+        raise ForedraftError(f"'{source}' cannot be read:\n" + "\n".join(f"  {f.found}; {f.mend}" for f in checkpoint.findings))
+    if "foredraft" in checkpoint.config:
+        raise ForedraftError(f"'{source}' is a draft of foredraft's already: use it as it is")
+    if (checkpoint.path / SIDE_FILE).exists():
+        raise ForedraftError(f"'{source}' holds {SIDE_FILE}: its mask token has an embedding of its own; ours is the target's")
+    work = _Import(checkpoint, *recognise(checkpoint.config, checkpoint.tensors), target, registry or default_registry())
+    draft = work.draft()
+    save_draft(draft, out, work.state(draft))
+    return Imported(Path(out), work.peer.name, work.kind.name, tuple(work.notes))
+
+
+@dataclass
+class _Import:
+    """One import under way."""
+
+    checkpoint: Checkpoint
+    peer: Peer
+    kind: Kind
+    config: Mapping[str, Any]
+    names: dict[str, str]
+    """Its tensors' names by ours."""
+    target: str
+    registry: Registry
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def fields(self) -> DraftFields:
+        return DraftFields.read(self.config)
+
+    @cached_property
+    def target_config(self) -> PretrainedConfig:
+        try:
+            config = AutoConfig.from_pretrained(self.target)
+        except (OSError, ValueError) as error:
+            raise ForedraftError(f"no target at '{self.target}': {error}") from error
+        if hasattr(config, "foredraft"):
+            raise ForedraftError(f"'{self.target}' is a draft: --target names the model it drafts for")
+        return config
+
+    @cached_property
+    def target_model(self) -> Any:
+        """Loaded only where its embedding or head is needed."""
+        return load_target(self.target, "auto")
+
+    def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
+        """The shape of a tensor of the file, by our name. Raises `ForedraftError` if it is not there, or no matrix."""
+        found = self.checkpoint.tensors[self.names[name]].shape if name in self.names else None
+        if found is None or len(found) != dimensions or 0 in found:
+            raise ForedraftError(f"tensor '{name}': needed with {dimensions} dimensions, found {found or 'none'}")
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the file, by our name."""
+        return self.checkpoint.tensor(self.names[name]).detach()
+
+    # The draft's shape.
+
+    def draft(self) -> BaseDraft:
+        """The empty draft, without storage, for what config and tensors say."""
+        method, cls = self.algorithm(), self.adapter()
+        aux_layers = self.fields.aux_layers
+        config = cls.make_config(self.target_config, method, aux_layers, self.fields.draft_vocab_size)
+        if aux_layers is None:
+            self.notes.append(f"it names no aux layers: taken are the usual ones, {list(config.aux_layers)} (hidden_states indices)")
+        config.update(self.geometry())
+        config.update(method.engine_fields(config))
+        try:
+            with torch.device("meta"):
+                draft: BaseDraft = cls(config, method)
+            draft.to(self.dtype)
+            frequencies = cls.rotary_class(config).inv_freq  # type: ignore[operator]
+        except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ForedraftError(f"no draft can be built from its config.json: {str(error)[:200]}") from error
+        if not bool(torch.as_tensor(frequencies).isfinite().all()):
+            raise ForedraftError(f"its rotary embedding has frequencies that are not finite: {config.rope_parameters}")
+        return draft
+
+    def algorithm(self) -> AlgorithmBase:
+        """The algorithm with the options that the checkpoint settles. Raises `ForedraftError` where one is missing."""
+        options, fields = self.registry.algorithm(self.kind.name).Options.model_fields, self.fields
+        layers = {int(n.split(".")[1]) for n in self.names if n.startswith("layers.") and n.split(".")[1].isdecimal() and len(n) < 200}
+        if fields.num_hidden_layers not in (None, len(layers)):
+            self.notes.append(f"config.json says {fields.num_hidden_layers} layers, the file holds {len(layers)}: it is the draft's own")
+        width, chunk = self.shape("fc.weight")[1], self.target_config.get_text_config().hidden_size
+        if width % chunk:
+            raise ForedraftError(
+                f"fc reads {width} features, no multiple of the {chunk} that a layer of '{self.target}' has: is it its draft?"
+            )
+        settled = {
+            "num_layers": len(layers),
+            "num_aux": width // chunk,
+            "fc_norm": fields.fc_norm,
+            "norm_output": self.feeds_normed(),
+            "qk_norm": "layers.0.self_attn.q_norm.weight" in self.names,
+            "mask_token_id": fields.mask_token,
+            "block_size": fields.block_size or fields.dflash_config.block_size,
+            "num_depths": fields.num_depths,
+        }
+        settled = {name: value for name, value in settled.items() if name in options and value is not None}
+        if lacking := sorted({"mask_token_id", "block_size"} & set(options) - set(settled)):
+            raise ForedraftError(f"the draft's config.json names no {' and no '.join(lacking)}: add what it was trained with")
+        return make_algorithm(self.kind.name, settled, self.registry)
+
+    def feeds_normed(self) -> bool:
+        """Whether the state fed back is the normed one."""
+        if not self.peer.norms_before_head:
+            return bool(self.fields.norm_output)
+        if self.fields.norm_output is False:
+            raise ForedraftError("norm_output=false: this draft's head reads the state before the norm; ours reads it after")
+        if self.fields.norm_output:
+            self.notes.append("norm_output here means a norm before the head, as every draft has; the state fed back is not normed")
+        return False
+
+    def adapter(self) -> Any:
+        """The target's adapter where its drafts are Llama-shaped, as all that is read here; otherwise Llama's own."""
+        cls = self.registry.adapter_for(self.target_config.get_text_config().model_type, self.target_config)
+        return cls if issubclass(cls, GroupedQueryDraft) else self.registry.adapter_for("llama")
+
+    def geometry(self) -> dict[str, Any]:
+        """The native fields of the draft's config, by its file and config; tensors that do not fit are found in `state`."""
+        fields, hidden = self.fields, self.shape("fc.weight")[0]
+        if fields.num_attention_heads is None:
+            raise ForedraftError("the draft's config.json names no num_attention_heads")
+        head_dim = fields.head_dim or hidden // fields.num_attention_heads
+        wide = fields.num_attention_heads * head_dim
+        if wide != (rows := self.shape("layers.0.self_attn.q_proj.weight")[0]):
+            raise ForedraftError(f"{fields.num_attention_heads} heads of {head_dim} in config.json, but the file's q_proj has {rows} rows")
+        rope = fields.rope
+        if rope.short_factor and len(rope.short_factor) != head_dim // 2:
+            raise ForedraftError(
+                f"rope_type 'longrope' has {len(rope.short_factor)} factors for heads of {head_dim}, expected {head_dim // 2}"
+            )
+        return {
+            "hidden_size": hidden,
+            "intermediate_size": self.shape("layers.0.mlp.gate_proj.weight")[0],
+            "num_attention_heads": fields.num_attention_heads,
+            "num_key_value_heads": fields.num_key_value_heads or fields.num_attention_heads,
+            "head_dim": head_dim,
+            "hidden_act": fields.hidden_act,
+            "rms_norm_eps": fields.rms_norm_eps,
+            "max_position_embeddings": fields.max_position_embeddings,
+            "rope_parameters": rope.model_dump(exclude_none=True),
+            "attention_bias": fields.attention_bias,
+            "mlp_bias": fields.mlp_bias,
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest that holds all its weights. Raises `ForedraftError` for quantised ones."""
+        found = {info.dtype for ours, name in self.names.items() if ours not in ("d2t", "t2d") and (info := self.checkpoint.tensors[name])}
+        kinds = {str(d).removeprefix("torch."): d for d in FLOATS}
+        if other := sorted(found - set(kinds)):
+            raise ForedraftError(f"weights of dtype {', '.join(other)}: foredraft reads {', '.join(kinds)}")
+        return reduce(torch.promote_types, [kinds[name] for name in found])
+
+    # The draft's tensors.
+
+    def state(self, draft: BaseDraft) -> dict[str, Tensor]:
+        """All its tensors by our names. Raises `ForedraftError` with the lists of missing, unexpected and mis-shaped ones."""
+        config, spec, expected = draft.config, draft.config.spec, draft.state_dict()
+        found = {name: self.checkpoint.tensors[theirs].shape for name, theirs in self.names.items()}
+        doubles = [n for n in found if n.startswith("layers.") and n.endswith(".hidden_norm.weight") and n not in expected]
+        vocabulary = {"d2t", "t2d"} & set(found)
+        shapes = {n: tuple(t.shape) for n, t in expected.items() if n not in ("d2t", "t2d")}
+        given = {n: s for n, s in found.items() if n not in doubles and n not in vocabulary}
+        if "mask_hidden" in given and _count(given["mask_hidden"]) == _count(shapes.get("mask_hidden", ())):
+            given["mask_hidden"] = shapes["mask_hidden"]  # whatever its leading dimensions are
+        problems = {
+            "missing": sorted(shapes.keys() - given.keys() - {*TARGET_HEAD}),
+            "unexpected": sorted(given.keys() - shapes.keys()),
+            "mis-shaped (in the file, expected)": [
+                f"{n} {s}, {shapes[n]}" for n, s in sorted(given.items()) if n in shapes and s != shapes[n]
+            ],
+        }
+        if any(problems.values()):
+            lists = "\n".join(f"  {kind}: {', '.join(n[:120] for n in names)}" for kind, names in problems.items() if names)
+            raise ForedraftError(
+                f"the checkpoint by {self.peer.name} does not hold what its config.json and '{self.target}' ask for:\n{lists}"
+            )
+        for name in doubles:
+            self.check_double(name)
+        ids_W = self.draft_ids(config.draft_vocab_size, config.vocab_size)
+        state = {n: self.tensor(n).reshape(shapes[n]).to(self.dtype) for n in given if not (spec.target_head and n in TARGET_HEAD)}
+        self.settle_head(state, shapes, ids_W, target_head=spec.target_head)
+        if config.has_reduced_vocabulary:
+            state["d2t"] = ids_W - torch.arange(len(ids_W))
+            state["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids_W, True)
+        return {name: tensor.contiguous() for name, tensor in state.items()}
+
+    def check_double(self, name: str) -> None:
+        """Layers above the first have one norm, under two names in some files; nothing tells which is meant where they differ."""
+        other = name.replace("hidden_norm", "input_layernorm")
+        if other not in self.names or not torch.equal(self.tensor(name), self.tensor(other)):
+            raise ForedraftError(f"'{name}' is not '{other}': layers above the first have one norm, whose value is not clear here")
+
+    def settle_head(self, state: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]], ids_W: Tensor, target_head: bool) -> None:
+        """Embedding and head that the file lacks come from the target; a draft that uses the target's own must bring no others."""
+        for name in TARGET_HEAD:
+            if name in state or (target_head and name not in self.names):
+                continue
+            embeds = name == "embed_tokens.weight"
+            module = self.target_model.get_input_embeddings() if embeds else self.target_model.get_output_embeddings()
+            theirs = module.weight.detach() if embeds else module.weight.detach()[ids_W]
+            if tuple(theirs.shape) != shapes[name]:
+                raise ForedraftError(f"the file has no {name}, and the target's is {tuple(theirs.shape)}, expected {shapes[name]}")
+            if not target_head:
+                state[name] = theirs.to(self.dtype)
+                self.notes.append(f"the file has no {name}: taken from '{self.target}'")
+            elif torch.equal(own := self.tensor(name), theirs.to(own.dtype)):
+                self.notes.append(f"{name} left out: it is the target's, which a draft by {self.kind.name} uses")
+            else:
+                raise ForedraftError(f"{name} is not that of '{self.target}': a draft by {self.kind.name} uses the target's own")
+
+    def draft_ids(self, size: int, vocab: int) -> Tensor:
+        """[W] the target id of each draft id, from d2t as offsets or as ids, whichever fits t2d; from t2d alone if there is no d2t.
+
+        Raises `ForedraftError` where they contradict each other, or are not there for a reduced vocabulary.
+        """
+        own_V = self.vector("t2d", torch.bool, vocab) if "t2d" in self.names else None
+        named_W = None if own_V is None else own_V.nonzero()[:, 0]
+        if "d2t" not in self.names:
+            if size == vocab:
+                return torch.arange(vocab)
+            if named_W is None or len(named_W) != size:
+                raise ForedraftError(f"a draft vocabulary of {size} among {vocab} tokens, but neither d2t nor a t2d says which they are")
+            self.notes.append("the file has no d2t: taken from t2d")
+            return named_W
+        d2t_W = self.vector("d2t", torch.long, size)
+        for form, ids_W in (("offsets", torch.arange(size) + d2t_W), ("ids", d2t_W)):
+            rising = bool((ids_W[1:] > ids_W[:-1]).all()) and int(ids_W[0]) >= 0 and int(ids_W[-1]) < vocab
+            if rising and (named_W is None or torch.equal(ids_W, named_W)):
+                if form == "ids":
+                    self.notes.append("d2t held target ids, not offsets: turned into offsets")
+                return ids_W
+        rest = "" if named_W is None else f", nor with the {len(named_W)} tokens of t2d"
+        raise ForedraftError(f"d2t fits neither as offsets nor as ids with {size} ascending ids below {vocab}{rest}")
+
+    def vector(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
+        """d2t or t2d, checked."""
+        if self.shape(name, 1) != (length,):
+            raise ForedraftError(f"'{name}' has {self.shape(name, 1)[0]} entries, expected {length}")
+        found = self.tensor(name)
+        if found.is_floating_point() or (dtype == torch.long and found.dtype == torch.bool):
+            raise ForedraftError(f"'{name}' is {found.dtype}, expected {dtype}")
+        return found.to(dtype)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
