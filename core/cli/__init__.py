@@ -6,7 +6,7 @@ import sys
 import typer
 
 from ..errors import ForedraftError
-from . import data, decode, draw, inspect, new, serve, train
+from . import data, decode, draw, formats, inspect, new, serve, train
 
 app = typer.Typer(
     name="foredraft",
