@@ -6,7 +6,7 @@ import sys
 import typer
 
 from ..errors import ForedraftError
-from . import data, decode, draw, formats, inspect, new, serve, train
+from . import data, decode, doctor, draw, formats, inspect, new, serve, train
 
 app = typer.Typer(
     name="foredraft",
@@ -15,7 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (train, decode, serve, data, inspect, draw, formats, new):
+for module in (train, decode, serve, doctor, data, inspect, draw, formats, new):
     module.add_to(app)
 
 
