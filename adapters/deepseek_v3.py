@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import DeepseekV3Config, PretrainedConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3MLP,
@@ -18,7 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from foredraft import BaseDraft, ForedraftError, hookimpl
 from foredraft.attention import MultiHeadLatentAttention
 from foredraft.config import DraftConfigMixin
-from foredraft.protocols import Batch
+from foredraft.protocols import AlgorithmBase, Batch
 from foredraft.target import Signal
 
 # Taken over from the target; all else of the draft's config follows from the algorithm.
@@ -99,7 +100,8 @@ class BalancedRouter(DeepseekV3TopkRouter):
         """The family's routing."""
         logits, weights, indices = super().forward(hidden_BQD)
         if self.training:
-            self.load += torch.bincount(indices.flatten(), minlength=self.num_experts)
+            chosen = indices.flatten()
+            self.load.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device
         return logits, weights, indices
 
     def balance(self) -> None:
@@ -130,6 +132,12 @@ class DeepseekV3MoEDraft(DeepseekV3Draft, DeepseekV3PreTrainedModel):
     model_types = ()
     architecture = "Eagle3DeepseekV2MoEForCausalLM"  # a name that no engine takes for the dense draft's
     mlp_class = BalancedMoE
+
+    def __init__(self, config: Any, algorithm: AlgorithmBase | None = None):
+        super().__init__(config, algorithm)
+        # DDP would put rank 0's counts in the place of every other rank's before each step.
+        loads = [name for name, _ in self.named_buffers() if name.endswith("gate.load")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, loads)
 
     @classmethod
     def shape(cls, target: PretrainedConfig) -> dict[str, Any]:

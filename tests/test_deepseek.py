@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -380,6 +382,17 @@ class TestExperts:
             step(model, draft, rows)
             kept.append({**gradients(draft), "bias": mlp.gate.e_score_correction_bias, "load": mlp.gate.load // (1 + recompute)})
         assert_close(kept[1], kept[0], rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.slow
+    def test_ranks_balance_by_the_load_of_all(self, tmp_path: Path) -> None:
+        """Under DDP, whose broadcast of buffers would leave rank 0's counts alone."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        script = str(Path(__file__).with_name("balance_two_ranks.py"))
+        done = subprocess.run([*command, script, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        for rank in (0, 1):  # together 4, 6 and 4 each of the others, with a mean of 4.25; on rank 0 alone it would be -, +, 0
+            moved = torch.load(tmp_path / f"{rank}.pt") / deepseek_v3.BALANCE_SPEED
+            assert_close(moved, torch.tensor([1.0, -1, 1, 1, 1, 1, 1, 1]), rtol=1e-3, atol=0)
 
     def test_a_v2_router_is_refused(self) -> None:
         """It scores experts otherwise: copied weights would mean something else."""

@@ -1,0 +1,32 @@
+"""Run by test_deepseek.py under torchrun: each rank writes how its router's biases moved after the ranks counted different loads."""
+
+import sys
+from pathlib import Path
+
+import conftest  # noqa: F401
+import torch
+import torch.distributed as dist
+from test_deepseek import CONFIGS, draft_for, target
+from tiny import tiny_batch, tiny_rows, tiny_signal
+from torch.nn.parallel import DistributedDataParallel
+
+LOADS = torch.tensor([[4, 0, 2, 2, 2, 2, 2, 2], [0, 6, 2, 2, 2, 2, 2, 2]])
+
+
+def run(directory: Path) -> None:
+    """A step behind one that counted the rank's row of `LOADS`."""
+    dist.init_process_group("gloo")
+    rank, model = dist.get_rank(), target(CONFIGS["V3"])
+    draft = draft_for(model, "deepseek_v3_moe").train()
+    wrapped, gate = DistributedDataParallel(draft), draft.layers[0].mlp.gate
+    before = gate.e_score_correction_bias.clone()
+    gate.load.copy_(LOADS[rank])
+    batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaaa"]]))
+    wrapped(batch=batch, signal=tiny_signal(model, draft, batch), counts=batch["counts"])["loss"].backward()
+    torch.save(gate.e_score_correction_bias - before, directory / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]))
