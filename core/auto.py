@@ -1,6 +1,7 @@
 """`auto_draft`: from a target, or a draft, to a draft model; the mapping of configs to classes is open to plugins."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def auto_draft(
     asked = {"adapter": adapter, "aux_layers": aux_layers, "draft_vocab_size": draft_vocab_size}
     if isinstance(config, str | Path):
         if (Path(config) / "config.json").exists() and (made := read_config(config).get("foredraft")):
-            return load_draft(config, registry, _settled(made, algorithm, options, asked, registry))
+            return _recorded(load_draft(config, registry, _settled(made, algorithm, options, asked, registry)), options)
         try:
             source, config = config, AutoConfig.from_pretrained(str(config))
         except (OSError, ValueError) as error:
@@ -57,7 +58,8 @@ def auto_draft(
         method = _settled(made, algorithm, options, asked, registry)
         cls = registry.adapter(made["adapter"])
         # AutoConfig sees the family's plain config there.
-        return cls(config if isinstance(config, cls.config_class) else cls.config_class(**config.to_dict()), method)
+        config = deepcopy(config) if isinstance(config, cls.config_class) else cls.config_class(**config.to_dict())
+        return _recorded(cls(config, method), options)
     method = make_algorithm(algorithm or DEFAULT_ALGORITHM, options, registry)
     cls = registry.adapter(adapter) if adapter else registry.adapter_for(config.get_text_config().model_type, config)
     return cls(cls.make_config(config, method, aux_layers, draft_vocab_size), method)
@@ -111,3 +113,11 @@ def _settled(
     if method.spec != DraftSpec(**made["spec"]):
         raise ForedraftError(f"the options {dict(options)} change the draft's shape: build a new one from the target's config")
     return method
+
+
+def _recorded(draft: BaseDraft, options: Mapping[str, Any]) -> BaseDraft:
+    """The draft with changed options in its config, too, so that what is saved says how it was trained."""
+    if options and draft.algorithm is not None:
+        made = {**draft.config.foredraft, "options": draft.algorithm.options.model_dump(mode="json")}
+        draft.config.update({"foredraft": made, **draft.algorithm.engine_fields(draft.config)})
+    return draft

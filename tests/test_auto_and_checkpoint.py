@@ -193,12 +193,22 @@ class TestRoundTrip:
     def test_options_that_keep_the_shape(self, tmp_path: Path) -> None:
         save_draft(tiny_draft(tiny_target(), ttt_steps=2), tmp_path)
         assert auto_draft(tmp_path, "eagle3", ttt_steps=5).algorithm.options.ttt_steps == 5
+        assert auto_draft(tmp_path).algorithm.options.ttt_steps == 2
         with pytest.raises(ForedraftError, match=r"\{'num_layers': 2\} change the draft's shape: build a new one"):
             auto_draft(tmp_path, num_layers=2)
         with pytest.raises(ForedraftError, match="unknown option 'ttt_step'; did you mean 'ttt_steps'"):
             auto_draft(tmp_path, ttt_step=5)
         with pytest.raises(ForedraftError, match="made by algorithm 'eagle3', asked for 'dflash'"):
             auto_draft(tmp_path, "dflash")
+
+    def test_changed_options_are_saved(self, tmp_path: Path) -> None:
+        """Trained on with smaller blocks, a draft says so to us and to engines; the config it came from is left alone."""
+        draft = tiny_draft(tiny_target(), "dflash", block_size=8, num_layers=2)
+        save_draft(draft, tmp_path)
+        for changed in (auto_draft(tmp_path, block_size=4), auto_draft(draft.config, block_size=4)):
+            written = changed.config.to_dict()
+            assert (written["block_size"], written["foredraft"]["options"]["block_size"]) == (4, 4)
+        assert (draft.config.block_size, draft.config.foredraft["options"]["block_size"]) == (8, 8)
 
 
 class TestOnDisk:
