@@ -59,6 +59,15 @@ def test_the_package(here: Path) -> None:
     assert not [file for file in root.rglob("*") if file.is_file() and "$" in file.read_text()]
 
 
+@pytest.mark.parametrize("kind", ["adapter", "algorithm"])
+def test_the_package_is_tidy(kind: str, here: Path) -> None:
+    """No import is idle, double or out of order."""
+    new(kind, "mine")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F,I"]
+    done = subprocess.run(command, cwd=here / "foredraft-mine", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
