@@ -2,48 +2,25 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from recorded import CONFIG, Recorded
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import LlamaConfig
 
 from foredraft import auto_draft
 from foredraft.losses import Labels, cross_entropy
 
-GOLDEN = Path(__file__).parent / "golden"
 BLOCK, LAYERS, GAMMA, MASK_TOKEN = 4, 2, 7.0, 255
-CONFIG = LlamaConfig(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=8,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=128,
-)
 
 
 @dataclass
-class Golden:
+class Golden(Recorded):
     """One file, and our draft with its weights, over the anchors that were recorded."""
 
-    name: str
-
-    @cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        return load_file(GOLDEN / f"{self.name}_dflash.safetensors")
-
-    def ours(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors under `prefix`, by our parameter names."""
-        names = {n: n.removeprefix(f"{prefix}.") for n in self.tensors if n.startswith(f"{prefix}.")}
-        return {ours: self.tensors[n] for n, ours in names.items() if not ours.startswith("verifier_")}
+    suffix = "_dflash"
 
     @cached_property
     def draft(self) -> Any:

@@ -2,51 +2,26 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from recorded import CONFIG, Recorded
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import LlamaConfig
 
 from foredraft import auto_draft
 from foredraft.losses import Teacher, cross_entropy, step_weights
 
-GOLDEN = Path(__file__).parent / "golden"
 STEPS, DECAY = 3, 0.8
-CONFIG = LlamaConfig(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=8,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=128,
-)
 
 
 @dataclass
-class Golden:
+class Golden(Recorded):
     """One file, and our draft with its weights; slots are the flattened [B·T] positions of the file."""
 
-    name: str
     fc_norm: bool
     norm_output: bool
-
-    @cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        return load_file(GOLDEN / f"{self.name}.safetensors")
-
-    def ours(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors under `prefix`, by our parameter names."""
-        names = {n: n.removeprefix(f"{prefix}.").removeprefix("model.") for n in self.tensors if n.startswith(f"{prefix}.")}
-        named = {ours.replace("midlayer.", "layers.0."): self.tensors[n] for n, ours in names.items()}
-        return {n: t for n, t in named.items() if not n.startswith("verifier_")}
 
     @cached_property
     def draft(self) -> Any:
