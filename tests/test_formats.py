@@ -356,7 +356,7 @@ class TestRefused:
         [
             ("speculators_eagle3", {"speculators_model_type": "dspark"}, "'dspark': foredraft reads dflash, peagle, eagle3"),
             ("speculators_eagle3", {"speculators_model_type": ["eagle3"]}, "foredraft reads"),
-            ("speculators_eagle3", {"speculators_model_type": "peagle"}, "by its tensors eagle3"),
+            ("speculators_eagle3", {"speculators_model_type": "peagle"}, "but the tensors are those of eagle3"),
             ("speculators_eagle3", {"transformer_layer_config": None}, "needs the object transformer_layer_config"),
             ("speculators_eagle3", {"norm_before_fc": True}, "norm_before_fc: one norm over all aux states"),
             ("speculators_dflash", {"sample_from_anchor": True}, "sample_from_anchor"),
@@ -380,6 +380,7 @@ class TestRefused:
             ("nemo_eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1"),
             ("nemo_eagle3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
             ("nemo_eagle3", {"rope_parameters": {"rope_type": "linear"}}, "needs factor"),
+            ("nemo_eagle3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "the whole head"),
             ("nemo_eagle3", {"rope_parameters": {"mrope_section": [1, 2]}}, "mrope_section"),
             ("nemo_eagle3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "switch"),
             (
@@ -397,7 +398,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("name", "tensors", "message"),
         [
-            ("nemo_eagle3", {"model.fc.weight": None}, "known, by"),
+            ("nemo_eagle3", {"model.fc.weight": None}, "as NeMo Automodel writes them, but not a draft's"),
             ("nemo_eagle3", {"fc.weight": torch.zeros(64, 192)}, "two formats in one checkpoint: fc.weight and model.fc.weight"),
             ("nemo_eagle3", {"midlayer.fc.weight": torch.zeros(2)}, "unexpected: midlayer.fc.weight"),
             ("nemo_eagle3", {"model.fc.weight": torch.zeros(64, 100)}, "fc reads 100 features, no multiple of the 64"),
@@ -407,10 +408,11 @@ class TestRefused:
             ("nemo_eagle3", {"model.norm.weight": torch.ones(64, dtype=torch.int8)}, "dtype int8"),
             ("nemo_eagle3", {"model.embed_tokens.weight": torch.zeros(300, 64)}, "mis-shaped .* embed_tokens"),
             ("nemo_peagle", {"mask_hidden": torch.zeros(3)}, r"mask_hidden \(3,\), \(1, 1, 192\)"),
-            ("speculators_peagle", {"mask_hidden": None}, "by its tensors eagle3"),
+            ("speculators_peagle", {"mask_hidden": None}, "but the tensors are those of eagle3"),
             ("nemo_dflash", {"markov_head.markov_w1.weight": torch.zeros(256, 4)}, "unexpected: markov_head"),
             ("nemo_dflash", {"layers.0.self_attn.q_norm.weight": None}, "missing: layers.0.self_attn.q_norm"),
             ("nemo_eagle3", {"model.layers.99999999999999999999.x": torch.zeros(1)}, "unexpected"),
+            ("nemo_eagle3", {f"model.layers.{i}.x": torch.zeros(1) for i in range(1000)}, "1000 layers: no draft has so many"),
         ],
     )
     def test_tensors(self, name: str, tensors: dict[str, Any], message: str, peer: Callable[..., Imported]) -> None:
@@ -535,7 +537,7 @@ class TestSpeculators:
             for parameter in draft.parameters():
                 parameter.add_(torch.randn_like(parameter) / 8)
         before = load_file(save_draft(draft, tmp_path / "before") / WEIGHTS)
-        export_draft(tmp_path / "before", tmp_path / "exported", "speculators", num_draft_tokens=5)
+        export_draft(tmp_path / "before", tmp_path / "exported", "speculators")
         done = import_draft(tmp_path / "exported", tmp_path / "after", target)
         after = load_file(done.path / WEIGHTS)
         assert before.keys() == after.keys()
@@ -546,6 +548,9 @@ class TestSpeculators:
         ours, again = ({k: v for k, v in d.config.to_dict().items() if k not in told} for d in (first, second))
         assert ours == again
         assert first.config.foredraft["target"]["fingerprint"] == second.config.foredraft["target"]["fingerprint"]
+        options, again = (d.config.foredraft["options"] for d in (first, second))
+        made = ("num_layers", "num_aux", "fc_norm", "norm_output", "qk_norm", "mask_token_id", "block_size", "num_depths")
+        assert {k: options.get(k) for k in made} == {k: again.get(k) for k in made}
         aux_1SA = torch.randn(1, 5, 64 * len(draft.config.aux_layers))
         for draft in (first, second):
             if not draft.complete:
@@ -562,7 +567,7 @@ class TestSpeculators:
         theirs = PEERS[f"speculators_{peer}"]
         assert theirs.keys() - {"auto_map"} <= config.keys()
         assert config["speculators_model_type"] == peer
-        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == {"peagle": 6, "dflash": 6}.get(name, 4)
         assert config["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
         assert (
             theirs["transformer_layer_config"].keys() - {"layer_types", "use_sliding_window", "dtype"}
@@ -589,7 +594,7 @@ class TestSpeculators:
 
     def test_tokens_beyond_the_block(self, tmp_path: Path) -> None:
         save_draft(tiny_draft(MODEL, **DRAFTS["dflash"]), tmp_path / "draft")
-        with pytest.raises(ForedraftError, match="blocks of 7, so at most 6"):
+        with pytest.raises(ForedraftError, match="at most 6 at once"):
             export_draft(tmp_path / "draft", tmp_path / "exported", "speculators", num_draft_tokens=7)
 
     def test_unknown_format(self, tmp_path: Path) -> None:

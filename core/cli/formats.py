@@ -14,8 +14,11 @@ def import_(
     target: TargetOption,
 ) -> None:
     """Read another project's draft, told by its content, into a draft of ours."""
+    from transformers.utils import logging
+
     from ..formats import import_draft
 
+    logging.disable_progress_bar()
     done = import_draft(source, out, target)
     print(f"{done.path}: a draft by {done.algorithm}, from {done.peer}")
     for note in done.notes:
@@ -26,11 +29,19 @@ def export(
     draft: Annotated[Path, typer.Argument(help="directory of a draft of ours")],
     out: Annotated[Path, typer.Argument(help="where the export goes")],
     form: Annotated[str, typer.Option("--format", help="speculators")],
-    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k", min=1, help="what servers draft by default")] = 4,
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-draft-tokens", "-k", min=1, help="what servers draft unless told otherwise; default: all that it makes at once, else 4"
+        ),
+    ] = None,
 ) -> None:
     """Write a draft of ours in another format; vLLM and SGLang read ours as it is."""
+    from transformers.utils import logging
+
     from ..formats import export_draft
 
+    logging.disable_progress_bar()
     print(export_draft(draft, out, form, num_draft_tokens))
 
 

@@ -42,8 +42,12 @@ LAYER_FIELDS = (
 """What describes the draft's layers in a speculators config."""
 
 
-def export_draft(source: str | Path, out: str | Path, form: str, num_draft_tokens: int = 4, registry: Registry | None = None) -> Path:
-    """Write the draft of ours in `source` to `out` in the format `form`; `num_draft_tokens` is what servers draft by default.
+def export_draft(
+    source: str | Path, out: str | Path, form: str, num_draft_tokens: int | None = None, registry: Registry | None = None
+) -> Path:
+    """Write the draft of ours in `source` to `out` in the format `form`.
+
+    `num_draft_tokens` is what servers draft unless told otherwise; default: all that the draft makes at once, else 4.
 
     Raises `ForedraftError` for an unknown format, and for a draft that the format cannot express.
     """
@@ -64,7 +68,7 @@ def export_draft(source: str | Path, out: str | Path, form: str, num_draft_token
     return Path(out)
 
 
-def speculators(draft: BaseDraft, num_draft_tokens: int) -> dict[str, Any]:
+def speculators(draft: BaseDraft, num_draft_tokens: int | None) -> dict[str, Any]:
     """The config of speculators 0.9 for a draft. Raises `ForedraftError` if it has no model for it."""
     config = draft.config
     spec, fields = config.spec, config.to_dict()
@@ -76,9 +80,11 @@ def speculators(draft: BaseDraft, num_draft_tokens: int) -> dict[str, Any]:
             f"speculators has no model for this draft, by algorithm '{config.foredraft['algorithm']}': it {reason}\n"
             f"  it has {', '.join(k.name for k in KINDS)}, of Llama- and Qwen3-shaped layers"
         )
-    most = fields.get("block_size", num_draft_tokens + 1) - 1
-    if num_draft_tokens > most:
-        raise ForedraftError(f"{num_draft_tokens} draft tokens: this draft has blocks of {most + 1}, so at most {most}")
+    options = config.foredraft["options"]
+    most = options.get("num_depths") or options.get("block_size", 0) - 1
+    if most > 0 and (num_draft_tokens or 0) > most:
+        raise ForedraftError(f"{num_draft_tokens} draft tokens: this draft makes at most {most} at once")
+    tokens = num_draft_tokens or (most if most > 0 else 4)
     layers = {name: fields[name] for name in LAYER_FIELDS if name in fields}
     if config.num_aux_hidden_states != 3:  # vLLM sizes fc by it, and looks for it here only
         layers["num_aux_hidden_states"] = config.num_aux_hidden_states
@@ -93,7 +99,7 @@ def speculators(draft: BaseDraft, num_draft_tokens: int) -> dict[str, Any]:
             "algorithm": kind.name,
             "default_proposal_method": "greedy",
             "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+                {"proposal_type": "greedy", "speculative_tokens": tokens, "accept_tolerance": 0.0, "verifier_accept_k": 1}
             ],
             "verifier": {
                 "name_or_path": target["name"] or None,
@@ -140,5 +146,5 @@ MODELS: Mapping[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "dflash": ("DFlashDraftModel", _dflash),
 }
 """speculators' class for each kind of draft, and the fields of its own."""
-FORMATS: Mapping[str, Callable[[BaseDraft, int], dict[str, Any]]] = {"speculators": speculators}
+FORMATS: Mapping[str, Callable[[BaseDraft, int | None], dict[str, Any]]] = {"speculators": speculators}
 """What can be exported to: the config of a draft by the number of tokens drafted. The tensors keep their names."""

@@ -63,7 +63,7 @@ class Rope(Strict):
     truncate: bool | None = None
     short_factor: Factors | None = None
     long_factor: Factors | None = None
-    partial_rotary_factor: Literal[1.0] | None = Field(None, exclude=True)
+    partial_rotary_factor: Number | None = Field(None, exclude=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -77,6 +77,8 @@ class Rope(Strict):
     def _complete(self) -> "Rope":
         if missing := [name for name in SCALINGS[self.rope_type] if getattr(self, name) is None]:
             raise ValueError(f"rope_type '{self.rope_type}' needs {', '.join(missing)}")
+        if self.partial_rotary_factor not in (None, 1.0):
+            raise ValueError(f"partial_rotary_factor={self.partial_rotary_factor}: ours turn the whole head")
         if self.short_factor != self.long_factor:
             raise ValueError("short and long texts get different frequencies, and engines switch at different moments")
         return self

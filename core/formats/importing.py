@@ -16,6 +16,7 @@ from ..doctor import Checkpoint
 from ..draft import TARGET_HEAD, BaseDraft
 from ..errors import ForedraftError
 from ..grouped_query import GroupedQueryDraft
+from ..layouts import MOST
 from ..protocols import AlgorithmBase
 from ..registry import Registry, default_registry
 from ..target import load_target
@@ -118,7 +119,7 @@ class _Import:
             with torch.device("meta"):
                 draft: BaseDraft = cls(config, method)
             draft.to(self.dtype)
-            frequencies = cls.rotary_class(config).inv_freq  # type: ignore[operator]
+            frequencies = cls.rotary_class(config).inv_freq
         except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ForedraftError(f"no draft can be built from its config.json: {str(error)[:200]}") from error
         if not bool(torch.as_tensor(frequencies).isfinite().all()):
@@ -128,7 +129,9 @@ class _Import:
     def algorithm(self) -> AlgorithmBase:
         """The algorithm with the options that the checkpoint settles. Raises `ForedraftError` where one is missing."""
         options, fields = self.registry.algorithm(self.kind.name).Options.model_fields, self.fields
-        layers = {int(n.split(".")[1]) for n in self.names if n.startswith("layers.") and n.split(".")[1].isdecimal() and len(n) < 200}
+        layers = {name.split(".")[1] for name in self.names if name.startswith("layers.")}
+        if len(layers) > MOST:
+            raise ForedraftError(f"the file names {len(layers)} layers: no draft has so many")
         if fields.num_hidden_layers not in (None, len(layers)):
             self.notes.append(f"config.json says {fields.num_hidden_layers} layers, the file holds {len(layers)}: it is the draft's own")
         width, chunk = self.shape("fc.weight")[1], self.target_config.get_text_config().hidden_size

@@ -119,10 +119,11 @@ def recognise(config: Config, names: Names) -> tuple[Peer, Kind, dict[str, Any],
     if twice := [" and ".join(theirs) for theirs in ours.values() if len(theirs) > 1]:
         raise ForedraftError(f"tensors of two formats in one checkpoint: {'; '.join(twice[:5])}\n{seen(config, names)}")
     kind = next((k for k in KINDS if k.recognises(ours)), None)
-    if kind is None or kind.name != config.get("speculators_model_type", kind.name):
+    if kind is None:
         known = "\n".join(f"    {k.name}: {k.sign}" for k in KINDS)
-        found = kind.name if kind else "none of them"
-        raise ForedraftError(f"a checkpoint by {peer.name}, by its tensors {found}\n  known, by\n{known}\n{seen(config, names)}")
+        raise ForedraftError(f"names as {peer.name} writes them, but not a draft's\n  known, by\n{known}\n{seen(config, names)}")
+    if kind.name != (told := config.get("speculators_model_type", kind.name)):
+        raise ForedraftError(f"config.json says '{told}', but the tensors are those of {kind.name}\n{seen(config, names)}")
     return peer, kind, flat, {mine: theirs[0] for mine, theirs in ours.items()}
 
 
