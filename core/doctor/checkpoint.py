@@ -56,7 +56,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> "Tensor":
         """Load one tensor. Raises `KeyError` for a name that is not in `tensors`, `ForedraftError` if its file is damaged."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         info = self.tensors[name]
         if name in self._pickled:
@@ -64,7 +64,7 @@ class Checkpoint:
         try:
             with safe_open(info.file, "pt") as file:
                 return file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
+        except Exception as error:  # besides damage, whatever the library raises for dtypes that it cannot make
             raise ForedraftError(f"'{info.file}': tensor '{name}' could not be read: {error}") from error
 
 

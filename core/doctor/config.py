@@ -236,10 +236,8 @@ def sliding_window(s: Subject) -> Iterator[Finding]:
 def record(s: Subject) -> Iterator[Finding]:
     """Flags and counts that differ from what foredraft recorded when it made the draft."""
     pairs = {"fc_norm": "fc_norm", "norm_output": "norm_output", "num_hidden_layers": "num_layers", "num_aux_hidden_states": "num_aux"}
-    spec = s.spec
-    if changed := [
-        f"{n}={str(s.fields.get(n))[:20]}, made with {spec[m]}" for n, m in pairs.items() if m in spec and s.fields.get(n) != spec[m]
-    ]:
+    changed = [(n, s.fields.get(n), s.spec[m]) for n, m in pairs.items() if m in s.spec and s.fields.get(n) != s.spec[m]]
+    if changed:
         yield error(
             "record-disagrees",
             "; ".join(f"{name}={str(now)[:20]}, made with {str(then)[:20]}" for name, now, then in changed),

@@ -92,9 +92,10 @@ def mends(*ids: str) -> Callable[[Mend], Mend]:
 
 @mends("draft-layers")
 def _layers(s: Subject, made: Copy) -> str | None:
-    count = len(s.layers)
-    if not count or s.layers != list(range(count)):
-        return None
+    count, stated = len(s.layers), s.integer("num_hidden_layers")
+    certain = s.spec["num_layers"] == count if "num_layers" in s.spec else stated == s.target_layers
+    if not count or not certain or s.layers != list(range(count)):
+        return None  # layers may be missing from the file
     made.set("num_hidden_layers", count)
     return f"num_hidden_layers is {count} now, as many as the file holds"
 

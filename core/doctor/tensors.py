@@ -73,7 +73,7 @@ def _expected(s: Subject) -> tuple[Shapes, Shapes]:
     fields = dict(s.fields)
     if architecture_of(fields) not in LAYOUTS:  # speculators name none
         fields["architectures"] = [architecture_by_content(s)]
-    fields.setdefault("num_aux_hidden_states", s.chunks or 3)
+    fields["num_aux_hidden_states"] = s.integer("num_aux_hidden_states") or s.chunks or 3
     needed, allowed = expected_names(fields)
     if not s.parallel:
         needed.discard("mask_hidden")

@@ -1,0 +1,704 @@
+"""Doctor names each way in which drafts fail without a word, finds nothing in sound ones, and survives any file."""
+
+import copy
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny import TOKENS, tiny_draft, tiny_target, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from foredraft import DraftCollator, ForedraftError, Target, auto_draft, save_draft
+from foredraft.cli import app
+from foredraft.decoding import AutoregressiveDrafter
+from foredraft.doctor import Checkpoint, Finding, Subject, ask_engines, dynamic, examine, mend, open_subject, suspects, tensors
+from foredraft.doctor.examine import CHECKS
+from foredraft.doctor.mend import MENDS
+from foredraft.engines import EngineBase
+
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": SHAPE,
+    "phi3": SHAPE,
+    "qwen3": {**SHAPE, "head_dim": 16},
+    "deepseek_v3": {**SHAPE, **LATENT, **EXPERTS, "first_k_dense_replace": 4},
+}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "eagle3": {"num_layers": 2},
+    "eagle31": {},
+    "peagle": {"num_layers": 2},
+    "dflash": {"num_layers": 2, "block_size": 4},
+    "medusa": {},
+}
+REDUCED = 24
+"""Tokens of a reduced draft vocabulary: not evenly spread, as in life."""
+Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
+Break = Callable[[Config, Tensors], None]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("doctor")
+
+
+@pytest.fixture(scope="module")
+def target(home: Path) -> Callable[[str], Path]:
+    """The directory of a tiny target of a family."""
+
+    def get(family: str) -> Path:
+        path = home / family
+        if not path.exists():
+            torch.manual_seed(0)
+            rope = {"rope_type": "default", "rope_theta": 50000.0}
+            config = AutoConfig.for_model(family, **TARGETS[family], rope_parameters=rope)
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+        return path
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def sound(home: Path, target: Callable[[str], Path]) -> Callable[..., Path]:
+    """The directory of a sound draft, as save_draft writes it; `reduced` is its vocabulary."""
+
+    def get(algorithm: str = "eagle3", family: str = "llama", reduced: bool = False) -> Path:
+        path = home / f"{algorithm}-{family}-{reduced}"
+        if not path.exists():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_pretrained(target(family), dtype=torch.float32)
+            draft = auto_draft(model.config, algorithm, draft_vocab_size=REDUCED if reduced else None, **ALGORITHMS[algorithm])
+            draft.set_draft_vocabulary(torch.cat([torch.arange(12), torch.arange(20, 44, 2)]))
+            draft.start_from(model)
+            save_draft(draft, path)
+        return path
+
+    return get
+
+
+def rewritten(source: Path, out: Path, change: Break) -> Path:
+    """A copy of a draft with its config and tensors changed."""
+    config, state = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    change(config, state)
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(state, out / "model.safetensors")
+    return out
+
+
+def serious(findings: list[Finding]) -> set[str]:
+    return {f.id for f in findings if f.severity != "note"}
+
+
+# Sound drafts.
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("family", TARGETS)
+def test_a_sound_draft_has_no_findings(algorithm: str, family: str, sound: Callable[..., Path], target: Callable[[str], Path]) -> None:
+    for reduced in (False, True) if algorithm != "dflash" else (False,):
+        draft = sound(algorithm, family, reduced)
+        assert serious(examine(draft)) == set()
+        assert examine(draft, target(family)) == []
+        assert tensors._of_the_model(open_subject(draft)) is not None, "shapes must come from the model itself"
+
+
+def plain(config: Config) -> None:
+    """Leave nothing of ours in a config."""
+    for name in ("foredraft", "rope_parameters", "eagle_config", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"):
+        config.pop(name, None)
+
+
+def safe_ai_lab(config: Config, state: Tensors) -> None:
+    plain(config)
+    for name in list(state):
+        if name.startswith("layers.0."):
+            state[name.replace("layers.0.", "midlayer.")] = state.pop(name)
+
+
+def spec_forge(config: Config, state: Tensors) -> None:
+    safe_ai_lab(config, state)
+    config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+
+
+def nemo(config: Config, state: Tensors) -> None:
+    ids = config["eagle_config"]
+    plain(config)
+    config["eagle_config"] = ids
+    for name in list(state):
+        if name not in ("lm_head.weight", "d2t", "t2d"):
+            state[f"model.{name}"] = state.pop(name)
+
+
+def speculators(config: Config, state: Tensors) -> None:
+    inner, flags = dict(config), ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
+    outer = {name: inner.pop(name) for name in flags}
+    plain(inner)
+    outer |= {"speculators_model_type": "eagle3", "speculators_config": {"algorithm": "eagle3"}, "transformer_layer_config": inner}
+    inner.pop("architectures")
+    config.clear()
+    config.update(outer)
+
+
+def z_lab(config: Config, state: Tensors) -> None:
+    plain(config)
+    config.pop("mask_token_id")
+    config["num_target_layers"] = 8
+
+
+PEERS: list[tuple[Break, str]] = [
+    (safe_ai_lab, "eagle3"),
+    (spec_forge, "eagle31"),
+    (nemo, "eagle3"),
+    (speculators, "eagle31"),
+    (z_lab, "dflash"),
+]
+
+
+@pytest.mark.parametrize(("form", "algorithm"), PEERS)
+def test_a_sound_draft_of_a_peer_has_no_findings(
+    form: Break, algorithm: str, sound: Callable[..., Path], target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    draft = rewritten(sound(algorithm, reduced=algorithm != "dflash"), tmp_path / "draft", form)
+    assert serious(examine(draft)) == set()
+    assert serious(examine(draft, target("llama"))) == set()
+
+
+def test_pickled_weights_are_read_like_others(sound: Callable[..., Path], tmp_path: Path) -> None:
+    draft = rewritten(sound(reduced=True), tmp_path / "draft", safe_ai_lab)
+    state = load_file(draft / "model.safetensors")
+    torch.save(state, draft / "pytorch_model.bin")
+    by_header = Checkpoint.open(draft)
+    (draft / "model.safetensors").unlink()
+    pickled = Checkpoint.open(draft)
+    assert {n: t.shape for n, t in pickled.tensors.items()} == {n: t.shape for n, t in by_header.tensors.items()}
+    assert {n: t.dtype for n, t in pickled.tensors.items()} == {n: t.dtype for n, t in by_header.tensors.items()}
+    assert serious(examine(draft)) == set()
+
+
+# Broken drafts: each in one way.
+
+
+def setting(*path: str, value: Any) -> Break:
+    """Set a field of the config."""
+
+    def change(config: Config, state: Tensors) -> None:
+        for name in path[:-1]:
+            config = config[name]
+        config[path[-1]] = value
+
+    return change
+
+
+def dropping(*names: str) -> Break:
+    """Leave tensors out."""
+
+    def change(config: Config, state: Tensors) -> None:
+        for name in names:
+            del state[name]
+
+    return change
+
+
+def filling(name: str, fill: Callable[[torch.Tensor], torch.Tensor]) -> Break:
+    """Replace a tensor."""
+
+    def change(config: Config, state: Tensors) -> None:
+        state[name] = fill(state[name]).contiguous().clone()
+
+    return change
+
+
+def absolute(config: Config, state: Tensors) -> None:
+    state["d2t"] += torch.arange(REDUCED)
+
+
+def absolute_alone(config: Config, state: Tensors) -> None:
+    absolute(config, state)
+    del state["t2d"]
+
+
+def target_layers(config: Config, state: Tensors) -> None:
+    config["num_hidden_layers"] = 8
+
+
+def other_record(config: Config, state: Tensors) -> None:
+    config["norm_output"] = False
+
+
+def unflagged(config: Config, state: Tensors) -> None:
+    config["fc_norm"] = False
+    plain(config)
+
+
+def without_scaling(config: Config, state: Tensors) -> None:
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 50000.0}
+    config["rope_scaling"] = None
+
+
+def noisy(t: torch.Tensor) -> torch.Tensor:
+    return torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) * 0.02
+
+
+AUX = "eagle_aux_hidden_state_layer_ids"
+BROKEN: list[tuple[str, str, bool, Break]] = [
+    # id, algorithm, reduced vocabulary, what breaks it
+    ("aux-looks-zero-based", "eagle3", False, lambda c, s: [setting(AUX, value=[1, 3, 4])(c, s), c.pop("eagle_config")]),
+    ("aux-disagree", "eagle3", False, setting("eagle_config", AUX, value=[2, 4, 5])),
+    ("aux-range", "eagle3", False, lambda c, s: [setting(AUX, value=[2, 4, 8])(c, s), c.pop("eagle_config")]),
+    ("aux-range", "eagle3", False, lambda c, s: [setting(AUX, value=[5, 4, 2])(c, s), c.pop("eagle_config")]),
+    ("aux-range", "eagle3", False, lambda c, s: [setting(AUX, value=[2, 2, 5])(c, s), c.pop("eagle_config")]),
+    ("aux-range", "eagle3", False, setting(AUX, value=["2", None, 5])),
+    ("aux-count", "eagle3", False, lambda c, s: [setting(AUX, value=[2, 4])(c, s), c.pop("eagle_config")]),
+    ("aux-count", "eagle3", False, setting("num_aux_hidden_states", value=4)),
+    ("draft-layers", "eagle3", False, target_layers),
+    ("draft-layers", "dflash", False, target_layers),
+    ("draft-layers", "eagle3", False, lambda c, s: [s.pop(n) for n in list(s) if n.startswith("layers.1.")]),
+    ("record-disagrees", "eagle31", False, other_record),
+    ("fc-norm-flag", "eagle31", True, unflagged),
+    ("fc-norm-tensors", "eagle31", True, dropping("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")),
+    ("norm-before-fc-flag", "eagle3", False, lambda c, s: s.update({"input_norm.weight": torch.ones(96)})),
+    ("eagle1-flag", "eagle3", False, setting("eagle_config", "use_aux_hidden_state", value=False)),
+    ("eagle1-flag", "eagle3", False, setting("architectures", value=["EagleLlamaForCausalLM"])),
+    ("d2t-missing", "eagle3", True, dropping("d2t")),
+    ("d2t-absolute", "eagle3", True, absolute),
+    ("d2t-absolute", "eagle3", True, absolute_alone),
+    ("d2t-range", "eagle3", True, filling("d2t", lambda t: t - 1)),
+    ("d2t-duplicates", "eagle3", True, filling("d2t", lambda t: torch.cat([t[:1] + 1, t[1:]]))),
+    ("d2t-t2d", "eagle3", True, filling("t2d", lambda t: t.flip(0))),
+    ("d2t-zero", "eagle3", True, filling("d2t", torch.zeros_like)),
+    ("d2t-dtype", "eagle3", True, filling("d2t", lambda t: t.float())),
+    ("d2t-shape", "eagle3", True, filling("d2t", lambda t: t[:-1])),
+    ("d2t-full", "eagle3", False, lambda c, s: s.update(d2t=torch.zeros(50, dtype=torch.long))),
+    ("t2d-shape", "eagle3", True, filling("t2d", lambda t: t[:-1])),
+    ("lm-head-missing", "eagle3", True, dropping("lm_head.weight")),
+    ("draft-vocab-size", "eagle3", True, lambda c, s: c.pop("draft_vocab_size")),
+    ("vocab-size", "eagle3", False, setting("vocab_size", value=60)),
+    ("target-vocab", "eagle3", False, setting("vocab_size", value=60)),
+    ("target-hidden", "eagle3", False, setting("target_hidden_size", value=48)),
+    ("target-layers", "eagle3", False, setting("foredraft", "target", "num_hidden_layers", value=12)),
+    ("embedding-random", "eagle3", False, filling("embed_tokens.weight", noisy)),
+    ("head-random", "eagle3", True, filling("lm_head.weight", noisy)),
+    ("tied-embeddings", "eagle3", True, setting("tie_word_embeddings", value=True)),
+    ("rope-spellings", "eagle3", False, setting("rope_theta", value=10000.0)),
+    ("rope-spellings", "eagle3", False, setting("rope_scaling", value={"rope_type": "linear", "factor": 4.0})),
+    ("rope-target", "eagle3", False, lambda c, s: [c.pop("rope_theta"), setting("rope_parameters", "rope_theta", value=10000.0)(c, s)]),
+    ("rope-missing", "eagle3", False, lambda c, s: [c.pop(n) for n in ("rope_theta", "rope_parameters")]),
+    ("rope-theta", "eagle3", False, setting("rope_theta", value="much")),
+    ("mask-token-missing", "peagle", False, lambda c, s: [c.pop(n) for n in ("mask_token_id", "ptd_token_id", "pard_token")]),
+    ("mask-token-range", "peagle", False, setting("mask_token_id", value=50)),
+    ("mask-token-disagree", "peagle", False, setting("ptd_token_id", value=7)),
+    ("mask-token-disagree", "dflash", False, setting("dflash_config", "mask_token_id", value=7)),
+    ("mask-hidden-missing", "peagle", False, dropping("mask_hidden")),
+    ("mask-hidden-shape", "peagle", False, filling("mask_hidden", lambda t: t[..., :32])),
+    ("sliding-window", "dflash", False, setting("layer_types", value=["sliding_attention", "full_attention"])),
+    ("sliding-window", "dflash", False, setting("dflash_config", "use_swa", value=True)),
+    ("layer-types", "dflash", False, setting("layer_types", value=["full_attention"])),
+    ("norm-twin-differs", "eagle3", False, filling("layers.1.hidden_norm.weight", lambda t: t + 1)),
+    ("tensors-missing", "eagle3", False, dropping("fc.weight")),
+    ("tensors-missing", "eagle3", False, dropping("layers.0.hidden_norm.weight")),
+    ("tensors-missing", "dflash", False, dropping("layers.1.self_attn.k_norm.weight")),
+    ("tensors-unexpected", "eagle3", False, lambda c, s: s.update({"extra.weight": torch.ones(3)})),
+    ("tensors-shape", "eagle3", False, filling("layers.0.self_attn.q_proj.weight", lambda t: t[:, :32])),
+    ("tensors-shape", "eagle3", False, setting("intermediate_size", value=128)),
+    ("tensors-twice", "eagle3", False, lambda c, s: s.update({"model.fc.weight": s["fc.weight"].clone()})),
+    ("tensor-nan", "eagle3", False, filling("fc.weight", lambda t: t.index_fill(0, torch.tensor([3]), torch.nan))),
+    ("tensor-zero", "eagle3", False, filling("norm.weight", torch.zeros_like)),
+    ("rows-equal", "eagle3", True, filling("lm_head.weight", lambda t: t[:1].expand_as(t))),
+    ("dtype", "eagle3", False, filling("fc.weight", lambda t: t.double())),
+    ("config-types", "eagle3", False, setting("hidden_size", value="32")),
+    ("config-types", "eagle3", False, setting("num_hidden_layers", value=10**30)),
+    ("config-fields", "eagle3", False, lambda c, s: c.pop("num_attention_heads")),
+]
+
+
+@pytest.mark.parametrize(("id", "algorithm", "reduced", "change"), BROKEN, ids=[f"{b[0]}-{i}" for i, b in enumerate(BROKEN)])
+def test_a_broken_draft_is_named(
+    id: str, algorithm: str, reduced: bool, change: Break, sound: Callable[..., Path], target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    found = examine(rewritten(sound(algorithm, reduced=reduced), tmp_path / "draft", change), target("llama"))
+    assert id in serious(found)
+    assert all(f.found and f.breaks and f.mend for f in found)
+
+
+def test_a_dropped_scaling_is_named(home: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = tiny_target(rope_parameters={**rope, "original_max_position_embeddings": 64})
+    model.save_pretrained(tmp_path / "target")
+    save_draft(tiny_draft(model), tmp_path / "sound")
+    assert serious(examine(tmp_path / "sound", tmp_path / "target")) == set()
+    broken = rewritten(tmp_path / "sound", tmp_path / "broken", without_scaling)
+    assert "rope-scaling" in serious(examine(broken, tmp_path / "target"))
+
+
+def test_the_tokenizer_is_looked_at(sound: Callable[..., Path], target: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(target("llama"), tmp_path / "target")
+    tiny_tokenizer(template=None).save_pretrained(tmp_path / "target")
+    found = examine(sound(), tmp_path / "target")
+    assert "tokenizer-vocab" in serious(found), f"{TOKENS} tokens do not fit 50 rows"
+    assert "chat-template" in {f.id for f in found}
+
+
+# Mending.
+
+CERTAIN = [
+    "d2t-absolute",
+    "d2t-missing",
+    "t2d-shape",
+    "d2t-full",
+    "d2t-dtype",
+    "draft-layers",
+    "record-disagrees",
+    "fc-norm-flag",
+    "norm-before-fc-flag",
+    "eagle1-flag",
+    "rope-spellings",
+    "embedding-random",
+    "tied-embeddings",
+    "draft-vocab-size",
+]
+
+
+@pytest.mark.parametrize("id", CERTAIN)
+def test_what_is_certain_is_mended(id: str, sound: Callable[..., Path], target: Callable[[str], Path], tmp_path: Path) -> None:
+    for i, (_, algorithm, reduced, change) in enumerate(b for b in BROKEN if b[0] == id):
+        whole = sound(algorithm, reduced=reduced)
+        broken = rewritten(whole, tmp_path / f"broken{i}", change)
+        found = examine(broken, target("llama"))
+        if "tensors-missing" in serious(found):  # a layer is lost: the config is right, and the file is not
+            with pytest.raises(ForedraftError, match="certainty"):
+                mend(open_subject(broken, target("llama")), found, tmp_path / f"mended{i}")
+            continue
+        assert mend(open_subject(broken, target("llama")), found, tmp_path / f"mended{i}")
+        assert id not in serious(examine(tmp_path / f"mended{i}", target("llama")))
+        mended, wanted = (load_file(path / "model.safetensors") for path in (tmp_path / f"mended{i}", whole))
+        for name in set(mended) & set(wanted):
+            torch.testing.assert_close(mended[name], wanted[name], rtol=0, atol=0)
+
+
+def test_all_mends_are_for_findings_that_exist() -> None:
+    tested = {b[0] for b in BROKEN} | {"norm-twin", "aux-one-convention", "mask-token-other"}
+    assert set(MENDS) <= tested
+
+
+@pytest.mark.parametrize("twin", ["hidden_norm", "input_layernorm"])
+def test_a_missing_twin_is_copied(twin: str, sound: Callable[..., Path], tmp_path: Path) -> None:
+    def change(config: Config, state: Tensors) -> None:
+        plain(config)
+        del state[f"layers.1.{twin}.weight"]
+
+    broken = rewritten(sound(), tmp_path / "broken", change)
+    mend(open_subject(broken), examine(broken), tmp_path / "mended")
+    state = load_file(tmp_path / "mended" / "model.safetensors")
+    assert torch.equal(state["layers.1.hidden_norm.weight"], state["layers.1.input_layernorm.weight"])
+
+
+def test_aux_layers_are_taken_from_the_other_convention(sound: Callable[..., Path], tmp_path: Path) -> None:
+    broken = rewritten(sound(), tmp_path / "broken", lambda c, s: c.pop(AUX))
+    mend(open_subject(broken), examine(broken), tmp_path / "mended")
+    config = json.loads((tmp_path / "mended" / "config.json").read_text())
+    assert config[AUX] == [2, 4, 5]
+    assert config["eagle_config"][AUX] == [1, 3, 4]
+
+
+def test_mending_overwrites_nothing_and_guesses_nothing(sound: Callable[..., Path], tmp_path: Path) -> None:
+    broken = rewritten(sound(), tmp_path / "broken", dropping("fc.weight"))
+    with pytest.raises(ForedraftError, match="certainty"):
+        mend(open_subject(broken), examine(broken), tmp_path / "mended")
+    assert not (tmp_path / "mended").exists()
+    with pytest.raises(ForedraftError, match="already"):
+        mend(open_subject(broken), examine(broken), broken)
+
+
+# Running the draft.
+
+Pair = tuple[Any, Any, list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Callable[[str], Pair]:
+    """A random target, prompts, and a draft that has learned the target's answers to them."""
+    model = tiny_target()
+    prompts = list(torch.randint(0, 48, (6, 1, 6), generator=torch.Generator().manual_seed(1)))
+    texts = dynamic.answers(model, prompts, 20)
+    made: dict[str, Any] = {}
+    options = {"eagle31": {"ttt_steps": 3}, "dflash": {"num_layers": 1, "block_size": 4}, "medusa": {"num_heads": 3}}
+
+    def get(algorithm: str) -> Pair:
+        if algorithm not in made:
+            draft = tiny_draft(model, algorithm, **options[algorithm], draft_vocab_size=40 if algorithm == "eagle31" else None)
+            longest = max(len(ids) for ids, _ in texts)
+            rows = [dynamic._row(ids, length, longest, i) for i, (ids, length) in enumerate(texts)]
+            batch = DraftCollator(draft.algorithm)(rows)
+            signal = Target(model, draft.config.aux_layers).capture(batch)
+            optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=5e-3)
+            for _ in range(150):
+                draft(batch, signal, batch["counts"])["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            made[algorithm] = draft.eval()
+        return model, copy.deepcopy(made[algorithm]), prompts
+
+    return get
+
+
+@pytest.mark.parametrize("algorithm", ["eagle31", "dflash", "medusa"])
+def test_a_trained_draft_has_no_suspects(algorithm: str, pair: Callable[[str], Pair]) -> None:
+    assert [f.id for f in dynamic.run(*pair(algorithm), 20)] == ["acceptance"]
+
+
+def shifted(draft: Any, by: int) -> None:
+    draft.config.eagle_aux_hidden_state_layer_ids = [i + by for i in draft.config.aux_layers]
+
+
+def other_mask(draft: Any) -> None:
+    draft.config.mask_token_id = 3
+
+
+def target_ids(draft: Any) -> None:
+    draft.d2t += torch.arange(len(draft.d2t))
+
+
+def noise(draft: Any, module: str) -> None:
+    getattr(draft, module).weight.copy_(noisy(getattr(draft, module).weight))
+
+
+SUSPECTED: list[tuple[str, str, Callable[[Any], None]]] = [
+    ("aux", "medusa", lambda d: shifted(d, 1)),
+    ("aux", "medusa", lambda d: shifted(d, -1)),
+    ("norms", "eagle31", suspects._flip_output),
+    ("d2t", "eagle31", target_ids),
+    ("rope", "eagle31", lambda d: suspects._turn(d, {"rope_type": "default", "rope_theta": 2.0})),
+    ("order", "eagle31", suspects._swap_halves),
+    ("order", "medusa", suspects._reverse_chunks),
+    ("embedding", "eagle31", lambda d: noise(d, "embed_tokens")),
+    ("head", "dflash", lambda d: noise(d, "lm_head")),
+    ("mask-token", "dflash", other_mask),
+]
+
+
+@pytest.mark.parametrize(("id", "algorithm", "change"), SUSPECTED, ids=[f"{s[0]}-{i}" for i, s in enumerate(SUSPECTED)])
+def test_the_suspect_that_fits_is_named(id: str, algorithm: str, change: Callable[[Any], None], pair: Callable[[str], Pair]) -> None:
+    model, draft, prompts = pair(algorithm)
+    with torch.no_grad():
+        change(draft)
+    found = dynamic.run(model, draft, prompts, 20)
+    assert [f.id for f in found] == [f"suspect-{id}", "acceptance"], [f.found for f in found]
+    assert found[0].found.count("teacher-forced") == found[0].found.count("decoded") == 2, "both numbers, before and after"
+
+
+def test_a_draft_that_learned_nothing_is_low(pair: Callable[[str], Pair]) -> None:
+    model, draft, prompts = pair("medusa")
+    with torch.no_grad():
+        draft.fc.weight.copy_(noisy(draft.fc.weight))
+        for head in draft.heads:
+            head.weight.copy_(10 * noisy(head.weight))
+    assert [f.id for f in dynamic.run(model, draft, prompts, 20)] == ["acceptance-low", "acceptance"]
+
+
+def test_a_gap_between_training_and_decoding_is_named(pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding that ignores the draft past its first token."""
+    model, draft, prompts = pair("eagle31")
+    monkeypatch.setattr(AutoregressiveDrafter, "_draft", lambda self, ids, hidden, visible: torch.zeros_like(hidden))
+    assert [f.id for f in dynamic.run(model, draft, prompts, 20)] == ["acceptance-gap", "acceptance"]
+
+
+# The command.
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Path:
+    """A folder with a target, its tokenizer and a draft."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_target(vocab=len(tokenizer))
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    save_draft(tiny_draft(model), tmp_path / "draft")
+    return tmp_path
+
+
+def doctor(*arguments: Any) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(app, ["doctor", *map(str, arguments), "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_the_command_measures_and_mends(served: Path) -> None:
+    status, told = doctor(served / "draft", "--target", served / "target")
+    assert status == 0
+    assert "acceptance" in {f["id"] for f in told["findings"]}
+    broken = rewritten(served / "draft", served / "broken", setting("rope_theta", value=1.0))
+    status, told = doctor(broken, "--target", served / "target", "--no-measure")
+    assert (status, [f["id"] for f in told["findings"] if f["severity"] == "error"]) == (1, ["rope-spellings"])
+    status, told = doctor(broken, "--target", served / "target", "--no-measure", "--fix", served / "mended")
+    assert (status, len(told["mended"])) == (0, 1)
+    assert auto_draft(served / "mended").config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_the_command_shows_a_table(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    broken = rewritten(served / "draft", served / "broken", setting("num_hidden_layers", value=8))
+    result = CliRunner().invoke(app, ["doctor", str(broken)])
+    assert result.exit_code == 1
+    assert "draft-layers" in result.stdout
+    assert "set num_hidden_layers to 1" in result.stdout
+
+
+def test_a_peer_s_draft_is_measured_too(served: Path) -> None:
+    draft = rewritten(served / "draft", served / "peer", spec_forge)
+    found = dynamic.measured(open_subject(draft, served / "target"))
+    assert [f.id for f in found][-1] == "acceptance", [f.found for f in found]
+
+
+def test_a_draft_that_cannot_be_loaded_is_not_measured(served: Path) -> None:
+    broken = rewritten(served / "draft", served / "broken", dropping("fc.weight"))
+    assert [f.id for f in dynamic.measured(open_subject(broken, served / "target"))] == ["acceptance-unmeasured"]
+
+
+class Picky(EngineBase):
+    """Serves nothing."""
+
+    name = "picky"
+
+    def refuses(self, config: Any) -> str | None:
+        return "it is picky"
+
+
+class Clumsy(EngineBase):
+    """Stumbles."""
+
+    name = "clumsy"
+
+    def findings(self, checkpoint: Checkpoint) -> list[Finding]:
+        raise KeyError("oh")
+
+
+def test_engines_have_their_say(served: Path) -> None:
+    checkpoint = Checkpoint.open(served / "draft")
+    assert [(f.id, f.severity) for f in ask_engines(checkpoint, [Picky, Clumsy], asked=True)] == [
+        ("picky-refuses", "error"),
+        ("clumsy-checks", "warning"),
+    ]
+    assert {f.severity for f in ask_engines(checkpoint, [Picky, Clumsy], asked=False)} == {"note"}
+
+
+# Files that nobody should trust.
+
+
+def test_only_a_directory_can_be_examined(tmp_path: Path) -> None:
+    with pytest.raises(ForedraftError, match="no directory"):
+        examine(tmp_path / "nothing")
+    assert serious(examine(tmp_path)) == {"config-json", "weights-none"}
+
+
+def test_an_index_does_not_lead_out_of_its_directory(sound: Callable[..., Path], tmp_path: Path) -> None:
+    secret = tmp_path / "secret.safetensors"
+    save_file({"secret": torch.ones(2)}, secret)
+    draft = tmp_path / "draft"
+    shutil.copytree(sound(), draft)
+    for path in ("../secret.safetensors", str(secret), "a/../../secret.safetensors", "..\\secret.safetensors", "model.bin", "", 3):
+        index = {"weight_map": {"secret": path, "fc.weight": "model.safetensors"}}
+        (draft / "model.safetensors.index.json").write_text(json.dumps(index))
+        checkpoint = Checkpoint.open(draft)
+        assert "secret" not in checkpoint.tensors
+        assert {f.id for f in checkpoint.findings} & {"index-files", "weights-damaged"}, path
+
+
+def test_shards_are_read_by_their_index(sound: Callable[..., Path], tmp_path: Path) -> None:
+    state = load_file(sound() / "model.safetensors")
+    shutil.copy(sound() / "config.json", tmp_path)
+    names = sorted(state)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({n: state[n] for n in part}, tmp_path / file)
+    index = {"weight_map": {n: file for file, part in parts.items() for n in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint = Checkpoint.open(tmp_path)
+    assert serious(examine(tmp_path)) == set()
+    assert all(torch.equal(checkpoint.tensor(n), state[n]) for n in names)
+    (tmp_path / "b.safetensors").unlink()
+    assert {"weights-damaged", "index-lost"} <= serious(examine(tmp_path))
+
+
+def test_a_pickle_runs_no_code_and_claims_no_memory(sound: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copy(sound() / "config.json", tmp_path)
+    mark = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (mark,))
+
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Evil()}))
+    assert "weights-damaged" in serious(examine(tmp_path))
+    torch.save({"fc.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    assert "weights-damaged" in serious(examine(tmp_path))
+    assert not mark.exists()
+    torch.save({"fc.weight": torch.ones(1).expand(10**6, 10**6)}, tmp_path / "pytorch_model.bin")
+    assert Checkpoint.open(tmp_path).tensors == {}
+
+
+def test_a_file_cut_off_is_named(sound: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copytree(sound(), tmp_path / "draft")
+    file = tmp_path / "draft" / "model.safetensors"
+    content = file.read_bytes()
+    for size in (0, 5, 100, len(content) - 1):
+        file.write_bytes(content[:size])
+        assert "weights-damaged" in serious(examine(tmp_path / "draft"))
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+many = settings(max_examples=60, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+
+
+@many
+@given(data=st.data())
+def test_any_config_gives_findings(data: st.DataObject, sound: Callable[..., Path], target: Callable[[str], Path]) -> None:
+    """A sound config with some fields, also nested ones, replaced by anything: a list of findings, no other outcome."""
+    algorithm = data.draw(st.sampled_from(["eagle3", "peagle", "dflash", "medusa"]))
+    draft = Checkpoint.open(sound(algorithm))
+    config = copy.deepcopy(dict(draft.config))
+    for name in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=4)):
+        place, inner = config, config[name]
+        if isinstance(inner, dict) and inner and data.draw(st.booleans()):
+            place, name = inner, data.draw(st.sampled_from(sorted(inner)))
+        place[name] = data.draw(anything)
+    whole = Checkpoint.open(target("llama"))
+    for check in CHECKS:
+        assert all(isinstance(f, Finding) for f in check(Subject(Checkpoint(draft.path, config, draft.tensors), whole)))
+        assert all(isinstance(f, Finding) for f in check(Subject(draft, Checkpoint(whole.path, config, whole.tensors))))
+
+
+@many
+@given(content=st.one_of(st.binary(max_size=40), anything.map(lambda v: json.dumps(v).encode()), st.just(b"[" * 100_000)))
+def test_any_file_gives_findings(content: bytes, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(content)
+        assert serious(examine(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_bytes(b'{"weight_map": ' + content + b"}")
+    assert serious(examine(tmp_path))
+    for file in tmp_path.iterdir():
+        file.unlink()
