@@ -2,17 +2,15 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import ForedraftError
-from .layouts import architecture_of, expected_names, is_reduced
+from .layouts import architecture_of
 
 if TYPE_CHECKING:
     from .doctor import Checkpoint, Finding
-    from .doctor.finding import Severity
 
 Config = Mapping[str, Any]
 """A draft's `config.json`, ours or a peer's."""
@@ -73,41 +71,7 @@ def unknown_architecture(config: Config, known: Mapping[str, Any] | tuple[str, .
     return f"its loader knows no draft architecture {architecture or '(none is named)'!r}; it takes {', '.join(known)}"
 
 
-@dataclass(frozen=True)
-class Loader:
-    """How an engine's loader treats the names of tensors; `findings` compares a file's with what its config asks for."""
-
-    engine: str
-    prefix: str = ""
-    """Names may begin with it."""
-    unread: str = r"(?!)"
-    """A pattern of names that our layouts have and this loader does without."""
-    shares_head: bool = False
-    """Whether a draft of the whole vocabulary without a head gets the target's."""
-    unknown: "tuple[Severity, str]" = ("error", "it refuses the whole draft")
-    """How bad a name is that it does not know, and what it does then."""
-    missing: str = "it loads the draft without a word and runs it on uninitialised memory"
-
-    def findings(self, config: Config, names: Iterable[str]) -> "list[Finding]":
-        """One finding for all unknown names, one for all missing ones."""
-        from .doctor import Finding
-
-        needed, allowed = expected_names(config)
-        # SpecForge and SafeAILab call the first layer midlayer; both engines know that.
-        found = {name.removeprefix(self.prefix).replace("midlayer.", "layers.0.") for name in names}
-        if self.shares_head and not is_reduced(config):
-            needed.discard("lm_head.weight")
-        unknown = sorted(found - needed - allowed - {"lm_head.weight"}) if needed else []
-        missing = sorted(name for name in needed - found if not re.fullmatch(self.unread, name))
-        made = []
-        if unknown:
-            mend = "leave them out of the file, or set the flags in config.json that ask for them"
-            made.append(Finding(f"{self.engine}-unknown-tensors", self.unknown[0], _few(unknown), self.unknown[1], mend))
-        if missing:
-            mend = "get the whole file, or clear the flags in config.json that ask for them"
-            made.append(Finding(f"{self.engine}-missing-tensors", "error", f"no {_few(missing)}", self.missing, mend))
-        return made
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+def layers_without(norm: str, names: Collection[str]) -> list[str]:
+    """The layers above the first that have tensors but no `norm`; what a draft calls the norm before their attention differs."""
+    layers = {match[1] for name in names if (match := re.match(r"(?:model\.)?(layers\.[1-9]\d*)\.", name))}
+    return sorted(layer for layer in layers if not {f"{layer}.{norm}.weight", f"model.{layer}.{norm}.weight"} & set(names))

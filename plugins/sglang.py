@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from foredraft import hookimpl
-from foredraft.engines import Config, EngineBase, Loader, unknown_architecture
+from foredraft.engines import Config, EngineBase, layers_without, unknown_architecture
 from foredraft.layouts import architecture_of, drafts_in_parallel
 
 if TYPE_CHECKING:
@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 ALGORITHMS = {"LlamaForCausalLMEagle3": "EAGLE3", "Eagle3DeepseekV2ForCausalLM": "EAGLE3", "DFlashDraftModel": "DFLASH"}
 """`--speculative-algorithm` by architecture."""
-
-LOADER = Loader("sglang", prefix="model.", unknown=("warning", "it skips them without a word"))
 
 
 class SGLang(EngineBase):
@@ -27,6 +25,8 @@ class SGLang(EngineBase):
             return reason
         if config.get("hidden_act") not in (None, "silu"):
             return f"its feed-forward knows no activation '{config['hidden_act']}', only silu"
+        if config.get("kv_lora_rank") and "Deepseek" not in architecture_of(config):
+            return f"its {architecture_of(config)} has grouped-query attention, the draft has latent attention"
         if ALGORITHMS[architecture_of(config)] == "DFLASH":
             return None
         if drafts_in_parallel(config):
@@ -57,8 +57,28 @@ class SGLang(EngineBase):
         ]
 
     def findings(self, checkpoint: "Checkpoint") -> "list[Finding]":
-        """Names it skips, and parameters it would leave as they were allocated."""
-        return super().findings(checkpoint) or LOADER.findings(checkpoint.config, checkpoint.tensors)
+        """What its loader alone stumbles over, without a word."""
+        refused, config, names = super().findings(checkpoint), checkpoint.config, checkpoint.tensors
+        if refused or ALGORITHMS[architecture_of(config)] == "DFLASH":
+            return refused
+        from foredraft.doctor import Finding
+
+        found = []
+        for layer in layers_without("hidden_norm", names):
+            breaks, mend = "SGLang leaves that norm's weight at 1", f"save {layer}.input_layernorm.weight under this name, too"
+            found.append(Finding("sglang-upper-norm", "error", f"no {layer}.hidden_norm.weight", breaks, mend))
+        eagle = config.get("eagle_config")
+        if config.get("eagle_aux_hidden_state_layer_ids") and not (
+            isinstance(eagle, dict) and eagle.get("eagle_aux_hidden_state_layer_ids")
+        ):
+            text = "eagle_aux_hidden_state_layer_ids stands at the top level only"
+            mend = "write eagle_config.eagle_aux_hidden_state_layer_ids, each one less (layer outputs from 0)"
+            found.append(Finding("sglang-aux", "warning", text, "SGLang does not look there: it reads layers (2, L//2, L-3)", mend))
+        if "lm_head.weight" not in names and config.get("draft_vocab_size") is not None and not config.get("tie_word_embeddings"):
+            text = f"no lm_head.weight, and draft_vocab_size is {config['draft_vocab_size']}"
+            breaks = "SGLang takes the target's head only if draft_vocab_size is null, and else runs on uninitialised memory"
+            found.append(Finding("sglang-head", "error", text, breaks, "save the target's rows as lm_head.weight"))
+        return found
 
 
 @hookimpl

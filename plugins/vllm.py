@@ -4,8 +4,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from foredraft import hookimpl
-from foredraft.engines import Config, EngineBase, Loader, unknown_architecture
-from foredraft.layouts import architecture_of, drafts_in_parallel
+from foredraft.engines import Config, EngineBase, layers_without, unknown_architecture
+from foredraft.layouts import architecture_of, drafts_in_parallel, is_reduced
 
 if TYPE_CHECKING:
     from foredraft.doctor import Checkpoint, Finding
@@ -22,8 +22,6 @@ METHODS = {
 SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash"}
 """The same by the `speculators_model_type` of a draft in the speculators format, whose class vLLM chooses itself."""
 
-LOADER = Loader("vllm", shares_head=True, unread=r"layers\.[1-9]\d*\.hidden_norm\.weight")
-
 
 class VLLM(EngineBase):
     """`vllm serve` with a `--speculative-config`."""
@@ -39,6 +37,8 @@ class VLLM(EngineBase):
             return reason
         if "Deepseek" in architecture_of(config):
             return _refuses_latent(config)
+        if config.get("kv_lora_rank"):
+            return f"its {architecture_of(config)} has grouped-query attention, the draft has latent attention"
         if config.get("hidden_act") not in (None, "silu"):
             return f"its feed-forward knows no activation '{config['hidden_act']}', only silu"
         return None
@@ -57,8 +57,25 @@ class VLLM(EngineBase):
         return ["vllm", "serve", target, "--speculative-config", json.dumps(self.speculative_config(config, draft, num_tokens))]
 
     def findings(self, checkpoint: "Checkpoint") -> "list[Finding]":
-        """Names it refuses, and parameters it would leave as they were allocated."""
-        return super().findings(checkpoint) or LOADER.findings(checkpoint.config, checkpoint.tensors)
+        """What its loader alone stumbles over."""
+        if refused := super().findings(checkpoint):
+            return refused
+        from foredraft.doctor import Finding
+
+        names, found = checkpoint.tensors, []
+        if prefixed := [name for name in names if name.startswith("model.")]:
+            text = f"{len(prefixed)} tensors' names begin with `model.`, {prefixed[0]} for one"
+            found.append(
+                Finding("vllm-prefix", "error", text, "vLLM puts it before every name itself and refuses the draft", "take it off")
+            )
+        if "d2t" in names and not is_reduced(checkpoint.config):
+            text = "d2t is there, though draft_vocab_size is the target's"
+            found.append(Finding("vllm-d2t", "error", text, "vLLM knows no such parameter and refuses the draft", "leave d2t and t2d out"))
+        if self.speculative_config(checkpoint.config, "", 1)["method"] == "eagle3":
+            for layer in layers_without("input_layernorm", names):
+                breaks, mend = "vLLM leaves that norm's weight at 1", f"save {layer}.hidden_norm.weight under this name, too"
+                found.append(Finding("vllm-upper-norm", "error", f"no {layer}.input_layernorm.weight", breaks, mend))
+        return found
 
 
 def _speculators_type(config: Config) -> str:

@@ -71,8 +71,9 @@ def note_absent(absent: list[str]) -> None:
         loaded = load(self, weights, **settings)
         module = self.module
         if hasattr(module, "combine_hidden_states"):
-            shared = ("embed_tokens", "lm_head", "draft_id_to_target_id")
-            absent.extend(n for n, _ in module.named_parameters() if n not in loaded and not any(s in n for s in shared))
+            # The first two may be the target's; DFlash reads the mask token's embedding from the table, unless a file beside it holds one.
+            optional = ("embed_tokens", "lm_head", "draft_id_to_target_id", "mask_embedding")
+            absent.extend(n for n, _ in module.named_parameters() if n not in loaded and not any(o in n for o in optional))
         return loaded
 
     utils.AutoWeightsLoader.load_weights = noting
