@@ -10,7 +10,8 @@ from tiny import tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 
-from foredraft.attention import Causal, DecodingCache, Full, Masked, Unrolled, UnrolledCache, take_rows
+from foredraft.attention import Causal, DecodingCache, Full, Masked, Unrolled, UnrolledCache, patterns, take_rows
+from foredraft.attention.masked import block_mask
 from foredraft.attention.patterns import Backend
 from foredraft.protocols import Layout
 
@@ -237,6 +238,19 @@ class TestMasked:
             flex = Masked(sees, rows_BQ, "flex").attend(q, [k], [v], 0.3)
             eager = Masked(sees, rows_BQ, "eager").attend(q, [k], [v], 0.3)
         torch.testing.assert_close(flex, eager)
+
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+    def test_layers_share_a_block_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is made once for each number of keys, and is right for each."""
+        (q, k, v), sees, rows_BQ = self.case(rows=True)
+        q, k, v = (t.detach() for t in (q, k, v))
+        made = []
+        monkeypatch.setattr(patterns, "block_mask", lambda *asked: made.append(asked) or block_mask(*asked))
+        pattern = Masked(sees, rows_BQ, "flex")
+        for keys, times in ((k.shape[2], 1), (k.shape[2], 1), (k.shape[2] - 1, 2)):
+            entry = [k[:, :, :keys]], [v[:, :, :keys]]
+            assert_close(pattern.attend(q, *entry, 0.3), Masked(sees, rows_BQ, "eager").attend(q, *entry, 0.3))
+            assert len(made) == times
 
     def test_full_sees_every_key(self) -> None:
         (q, k, v), _, _ = self.case(rows=True)

@@ -30,15 +30,18 @@ def masked_dense(q_BHQd: Tensor, k_BHKd: Tensor, v_BHKd: Tensor, sees: Callable[
     return torch.cat(parts, dim=2)
 
 
-def masked_flex(q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, sees: Callable[..., Tensor], rows_BQ: Tensor, scale: float) -> Tensor:
-    """FlexAttention, whose kernels skip blocks of the mask that are empty; it has no backward on the CPU."""
+def block_mask(sees: Callable[..., Tensor], rows_BQ: Tensor, keys: int) -> Any:
+    """The `BlockMask` of FlexAttention. Costly: it tries every query against every key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(batch, head, rows_BQ[batch, query], key)
 
-    batch, queries, keys = len(q_BHQd), q_BHQd.shape[2], k_BhKd.shape[2]
-    block = create_block_mask(mask_mod, batch, None, queries, keys, device=q_BHQd.device)
+    return create_block_mask(mask_mod, len(rows_BQ), None, rows_BQ.shape[1], keys, device=rows_BQ.device)
+
+
+def masked_flex(q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, block: Any, scale: float) -> Tensor:
+    """FlexAttention, whose kernels skip blocks of the mask that are empty; it has no backward on the CPU."""
     out: Tensor = _flex(q_BHQd.is_cuda)(q_BHQd, k_BhKd, v_BhKd, block_mask=block, scale=scale, enable_gqa=True)
     return out
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .masked import dense_mask, masked_dense, masked_flex
+from .masked import block_mask, dense_mask, masked_dense, masked_flex
 from .unrolled import unrolled_eager, unrolled_flash
 
 Backend = Literal["auto", "eager", "flex"]
@@ -110,6 +110,7 @@ class Masked:
     rows: Tensor | None = None
     """[B, Q] inputs that are queries; None: the last Q."""
     backend: Backend = "auto"
+    _blocks: dict[tuple[int, int, int], Any] = field(default_factory=dict, repr=False)
 
     def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
         """See `Pattern.visible`."""
@@ -120,7 +121,10 @@ class Masked:
         k, v = keys[0], values[0]
         rows_BQ = self._rows(q_BHQd.shape[2], k.shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
         if self.backend == "flex" or (self.backend == "auto" and q_BHQd.device.type == "cuda"):
-            return masked_flex(q_BHQd, k, v, self.sees, rows_BQ, scale)
+            shape = (*rows_BQ.shape, k.shape[2])
+            if shape not in self._blocks:  # the layers of a draft share it
+                self._blocks[shape] = block_mask(self.sees, rows_BQ, k.shape[2])
+            return masked_flex(q_BHQd, k, v, self._blocks[shape], scale)
         k, v = expand_heads(k, q_BHQd.shape[1]), expand_heads(v, q_BHQd.shape[1])
         if self.backend == "eager":
             return unrolled_eager(q_BHQd, [k], [v], dense_mask(self.sees, rows_BQ, k.shape[2]), scale)
