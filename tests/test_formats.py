@@ -17,6 +17,7 @@ import test_golden_peagle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded import CONFIG, GOLDEN
 from safetensors.torch import load_file, save_file
 from tiny import tiny_draft, tiny_model
 from torch import Tensor
@@ -29,7 +30,6 @@ from foredraft.cli import main
 from foredraft.formats import Imported, export_draft, import_draft
 from foredraft.formats.fields import DraftFields
 
-CONFIG = test_golden_eagle3.CONFIG
 MODEL: LlamaForCausalLM = tiny_model(CONFIG)  # type: ignore[assignment]
 LAYERS: dict[str, Any] = {
     "model_type": "llama",
@@ -106,12 +106,12 @@ PEERS: dict[str, dict[str, Any]] = {
 """The config that goes with each of the golden files' weights, as its framework writes it."""
 
 
-recorded = cache(load_file)
+load_once = cache(load_file)
 
 
 def golden(name: str) -> dict[str, Tensor]:
     """The tensors of a golden file that the peer's checkpoint would hold, under the peer's names."""
-    tensors = recorded(test_golden_eagle3.GOLDEN / f"{name}.safetensors")
+    tensors = load_once(GOLDEN / f"{name}.safetensors")
     return {n.removeprefix("weights."): t for n, t in tensors.items() if n.startswith("weights.")}
 
 
