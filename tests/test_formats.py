@@ -193,6 +193,10 @@ class TestConventions:
         assert auto_draft(done.path).config.aux_layers == (2, 4, 5)
         assert "names no aux layers" in done.notes[0] + done.notes[-1]
 
+    def test_aux_layers_at_the_top_level(self, peer: Callable[..., Imported]) -> None:
+        done = peer("nemo_dflash", dflash_config={"mask_token_id": 255}, target_layer_ids=[0, 2, 5])
+        assert auto_draft(done.path).config.aux_layers == (1, 3, 6)
+
     def test_aux_layers_that_disagree(self, peer: Callable[..., Imported]) -> None:
         with pytest.raises(ForedraftError, match=r"not alike.*\(1, 3, 6\).*\(2, 4, 7\)"):
             peer("specforge_eagle3", eagle_aux_hidden_state_layer_ids=AUX)
@@ -291,6 +295,11 @@ class TestConventions:
         config = auto_draft(peer("specforge_eagle3", rope_theta=5e5, rope_scaling=scaling).path).config
         del scaling["type"]
         assert config.rope_parameters == {**scaling, "rope_type": "llama3", "rope_theta": 5e5}
+
+    def test_the_draft_s_own_settings(self, peer: Callable[..., Imported]) -> None:
+        """Not the target's."""
+        own = {"rms_norm_eps": 1e-3, "max_position_embeddings": 2048}
+        assert own.items() <= read_config(peer("specforge_eagle3", **own).path).items()
 
     def test_the_target_s_layer_count(self, peer: Callable[..., Imported]) -> None:
         done = peer("specforge_eagle3", num_hidden_layers=8)
@@ -580,6 +589,12 @@ class TestSpeculators:
         assert not any(n.endswith("hidden_norm.weight") for n in tensors if n.startswith("layers.1."))
         assert config.get("norm_before_residual") in (False, None)
         assert config.get("norm_output", False) == (name == "eagle31")
+
+    def test_width_of_fc(self, tmp_path: Path) -> None:
+        """vLLM sizes fc by this field, which it looks for here only; it assumes three."""
+        save_draft(auto_draft(CONFIG, **DRAFTS["eagle3_full"]), tmp_path / "draft")
+        export_draft(tmp_path / "draft", tmp_path / "exported", "speculators")
+        assert read_config(tmp_path / "exported")["transformer_layer_config"]["num_aux_hidden_states"] == 4
 
     def test_medusa(self, tmp_path: Path) -> None:
         save_draft(tiny_draft(MODEL, "medusa"), tmp_path / "draft")
