@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from ..auto import auto_draft
 from ..data import DraftCollator
 from ..decoding import DraftingStats, generate, load_prompts
 from ..decoding.evaluate import Prompt, encode
+from ..decoding.generate import check_pair
 from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..losses import estimated_tau
-from ..target import Target, load_target, load_tokenizer
+from ..target import Signal, Target, load_target, load_tokenizer
 from .finding import Finding, error, note, warning
 from .subject import Subject
 from .suspects import SUSPECTS
@@ -43,16 +45,21 @@ class Acceptance:
 
     forced: list[float]
     """Per drafting step, the share of text positions at which the draft's top token is the target's, fed with the text."""
-    decoded: DraftingStats
-    """The same draft in greedy decoding."""
+    decoded: list[float]
+    """In greedy decoding, the share of drafts whose token at that place was accepted, and so all before it."""
 
     @property
     def forced_tau(self) -> float:
         """Tokens per target pass that the teacher-forced shares promise."""
         return estimated_tau(self.forced)
 
+    @property
+    def decoded_tau(self) -> float:
+        """Tokens per target pass in decoding, wherever as many tokens could be drafted: answers end in shorter drafts."""
+        return 1 + sum(self.decoded)
+
     def __str__(self) -> str:
-        return f"τ {self.forced_tau:.2f} teacher-forced, {self.decoded.tau:.2f} decoded"
+        return f"τ {self.forced_tau:.2f} teacher-forced, {self.decoded_tau:.2f} decoded"
 
 
 def measured(subject: Subject, prompts: str | Path | None = None) -> list[Finding]:
@@ -92,33 +99,30 @@ def read_prompts(tokenizer: PreTrainedTokenizerBase, file: str | Path | None, li
 
 def run(target: PreTrainedModel, draft: BaseDraft, prompts: Sequence[Tensor], new_tokens: int = NEW_TOKENS) -> list[Finding]:
     """Measure the draft on the target's own greedy answers to `prompts` ([1, L] each); name the suspect whose variant is much better."""
-    texts = answers(target, prompts, new_tokens)
-    if not texts:
-        return [_unmeasured("the target answers none of the prompts with more than two tokens")]
     try:
-        steps = len(forced(target, draft, texts))
-        as_it_is = measure(target, draft, texts, new_tokens, steps)
+        bench = Bench(target, draft, prompts, new_tokens)
+        as_it_is = bench.measure(draft)
     except ForedraftError as problem:
         return [_unmeasured(str(problem))]
-    told = note("acceptance", f"{as_it_is}, {steps} tokens drafted at most", "nothing", "nothing to do")
+    told = note("acceptance", f"{as_it_is}, {bench.steps} tokens drafted at most", "nothing", "nothing to do")
     best: tuple[float, Finding] | None = None
     for suspect in SUSPECTS:
         for change, apply in suspect.variants(draft, target):
             variant = copy.deepcopy(draft)
             with torch.no_grad():
                 apply(variant)
-            tau = estimated_tau(forced(target, variant, texts))
-            if (best and tau <= best[0]) or not _better(tau, as_it_is.forced_tau, steps):
+            tau = estimated_tau(bench.forced(variant))
+            if (best and tau <= best[0]) or not bench.better(tau, as_it_is.forced_tau):
                 continue
-            changed = measure(target, variant, texts, new_tokens, steps)
-            if _better(changed.decoded.tau, as_it_is.decoded.tau, steps):
+            changed = bench.measure(variant)
+            if bench.better(changed.decoded_tau, as_it_is.decoded_tau):
                 best = tau, error(f"suspect-{suspect.id}", f"{as_it_is}; with {change}, {changed}", suspect.breaks, suspect.mend)
     if best:
         return [best[1], told]
-    if as_it_is.forced_tau - as_it_is.decoded.tau > max(GAP * (as_it_is.forced_tau - 1), 0.3):
+    if as_it_is.forced_tau - as_it_is.decoded_tau > max(GAP * (as_it_is.forced_tau - 1), 0.3):
         lost = "drafting does not see what training saw, past the first token: states fed back, positions or the mask token"
         return [error("acceptance-gap", str(as_it_is), lost, "compare the first step with the later ones: `foredraft eval`"), told]
-    if as_it_is.decoded.tau < LOW:
+    if as_it_is.decoded_tau < LOW:
         return [
             warning("acceptance-low", str(as_it_is), "drafting costs more than it saves", "train it longer, or on text like this"),
             told,
@@ -126,46 +130,61 @@ def run(target: PreTrainedModel, draft: BaseDraft, prompts: Sequence[Tensor], ne
     return [told]
 
 
-def _better(tau: float, before: float, steps: int) -> bool:
-    return tau - before > max(GAIN * (steps + 1 - before), 0.2)
+class Bench:
+    """A target's greedy answers to some prompts, on which drafts of one algorithm are measured; the target reads them once."""
 
+    def __init__(self, target: PreTrainedModel, draft: BaseDraft, prompts: Sequence[Tensor], new_tokens: int):
+        if draft.algorithm is None:
+            raise ForedraftError("this draft has no algorithm to run")
+        self.target, self.algorithm = target, draft.algorithm
+        self.new_tokens = new_tokens
+        asked = [ids.to(target.device) for ids in prompts]
+        made = [(target.generate(ids, **self._settings(ids))[0], ids.shape[1]) for ids in asked]
+        self.texts = [(ids, length) for ids, length in made if len(ids) > length + 2]
+        """Ids [L], prompt and answer, and the length of the prompt; of answers long enough to draft in."""
+        if not self.texts:
+            raise ForedraftError("the target answers none of the prompts with more than two tokens")
+        longest = max(len(ids) for ids, _ in self.texts)
+        batch = DraftCollator(self.algorithm)([_row(ids, length, longest, i) for i, (ids, length) in enumerate(self.texts)])
+        self.batch: dict[str, Any] = {name: _to(value, target.device) for name, value in batch.items()}
+        self.steps = len(batch["counts"])
+        self._signals: dict[tuple[int, ...], Signal] = {}
 
-@torch.no_grad()
-def answers(target: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int) -> list[tuple[Tensor, int]]:
-    """The target's greedy continuations: ids [L] and the length of the prompt, of those long enough to draft in."""
-    settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-    made = [(target.generate(ids.to(target.device), **settings)[0], ids.shape[1]) for ids in prompts]
-    return [(ids, length) for ids, length in made if len(ids) > length + 2]
+    def _settings(self, ids_1L: Tensor) -> dict[str, Any]:
+        # transformers would hide prompt tokens that equal the one for padding, were there no mask.
+        mask = torch.ones_like(ids_1L)
+        return {"max_new_tokens": self.new_tokens, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
 
+    def signal(self, layers: tuple[int, ...]) -> Signal:
+        """What the target says of the texts to a draft that reads these aux layers."""
+        if layers not in self._signals:
+            self._signals[layers] = Target(self.target, layers).capture(self.batch)
+        return self._signals[layers]
 
-def measure(target: PreTrainedModel, draft: BaseDraft, texts: Sequence[tuple[Tensor, int]], new_tokens: int, steps: int) -> Acceptance:
-    """Both numbers."""
-    shares, stats = forced(target, draft, texts), DraftingStats()
-    for ids, length in texts if any(shares) else ():
-        settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-        generate(target, draft, ids[None, :length], num_draft_tokens=steps, stats=stats, **settings)
-    return Acceptance(shares, stats)
+    @torch.no_grad()
+    def forced(self, draft: BaseDraft) -> list[float]:
+        """Per drafting step, how often the draft's top token is the target's, fed with the text as in training.
 
+        A draft whose tensors point outside the vocabulary has none right.
+        """
+        check_pair(self.target, draft)
+        ids_W = draft.draft_ids
+        if int(ids_W.min()) < 0 or int(ids_W.max()) >= draft.config.vocab_size:
+            return [0.0] * self.steps
+        step = self.algorithm.loss(draft, self.batch, self.signal(draft.config.aux_layers), self.batch["counts"])
+        return (step.metrics["correct"] / step.metrics["count"].clamp(min=1)).tolist()
 
-@torch.no_grad()
-def forced(target: PreTrainedModel, draft: BaseDraft, texts: Sequence[tuple[Tensor, int]]) -> list[float]:
-    """Per drafting step, how often the draft's top token is the target's, fed with the text as in training.
+    def measure(self, draft: BaseDraft) -> Acceptance:
+        """Both numbers; a draft that names tokens outside the vocabulary is not run."""
+        shares, stats = self.forced(draft), DraftingStats()
+        for ids, length in self.texts if any(shares) else ():
+            prompt = ids[None, :length]
+            generate(self.target, draft, prompt, num_draft_tokens=self.steps, stats=stats, **self._settings(prompt))
+        return Acceptance(shares, stats.acceptance)
 
-    A draft whose tensors point outside the vocabulary has none right.
-    """
-    if draft.algorithm is None:
-        raise ForedraftError("this draft has no algorithm to run")
-    if not draft.complete:
-        draft.take_head(target)
-    ids_W = draft.draft_ids
-    longest = max(len(ids) for ids, _ in texts)
-    batch = DraftCollator(draft.algorithm)([_row(ids, length, longest, i) for i, (ids, length) in enumerate(texts)])
-    batch = {k: _to(v, target.device) for k, v in batch.items()}
-    if int(ids_W.min()) < 0 or int(ids_W.max()) >= draft.config.vocab_size:
-        return [0.0] * len(batch["counts"])
-    signal = Target(target, draft.config.aux_layers).capture(batch)
-    step = draft.algorithm.loss(draft, batch, signal, batch["counts"])
-    return (step.metrics["correct"] / step.metrics["count"].clamp(min=1)).tolist()
+    def better(self, tau: float, before: float) -> bool:
+        """Whether a τ is so much above another one that chance is no explanation."""
+        return tau - before > max(GAIN * (self.steps + 1 - before), 0.2)
 
 
 def _row(ids: Tensor, length: int, longest: int, row: int) -> dict[str, object]:
@@ -175,7 +194,7 @@ def _row(ids: Tensor, length: int, longest: int, row: int) -> dict[str, object]:
     return {"input_ids": ids.tolist() + [0] * pad, "documents": [0] * len(ids) + [-1] * pad, "spans": spans, "row": row}
 
 
-def _to(value: object, device: torch.device) -> object:
+def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [_to(v, device) for v in value]
     return value.to(device) if isinstance(value, Tensor) else value
