@@ -174,3 +174,21 @@ def test_vllm_writes_the_same_text_and_drafts_what_we_draft(family: str, algorit
     acceptance = [round(count / drafted["drafted"], 2) for count in counts]
     print(f"\n{family}, {algorithm}: τ {1 + sum(counts) / drafted['drafted']:.2f}, accepted per position {acceptance}")
     assert 0 < acceptance[0] < 1, "a draft that is always or never right shows little"
+
+
+def test_a_wrong_layer_shows(folder: Path) -> None:
+    """The comparison sees what hurts in the field: aux layers off by one leave the text as it is, and the drafts are others."""
+    model, target = served_target("Llama", folder)
+    draft, _ = matrix.trained_draft("Llama", "EAGLE-3", steps=TRAINING_STEPS)
+    path = save_draft(draft, folder / "off by one")
+    config = json.loads((path / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in config["eagle_aux_hidden_state_layer_ids"]]
+    (path / "config.json").write_text(json.dumps(config))
+    drafted = in_vllm(target, str(path), folder)
+    assert drafted["ids"] == in_vllm(target, None, folder)["ids"]
+    different = total = 0
+    for prompt, theirs in zip(prompts(), drafted["drafts"], strict=True):
+        _, ours = in_foredraft(model, draft, prompt, NEW + 2 * DRAFTED)
+        common = [(tokens, ours[known]) for known, tokens in theirs if known in ours]
+        different, total = different + sum(a != b for a, b in common), total + len(common)
+    assert different > total / 10, f"{different} of {total} drafts differ"
