@@ -75,11 +75,12 @@ def head(s: Subject) -> Iterator[Finding]:
     mine, d2t, theirs = s.load("lm_head.weight"), s.load("d2t"), s.load_target(*HEAD)
     if mine is None or mine.ndim != 2 or not looks_fresh(mine):
         return
-    ids = torch.arange(len(mine)) + (d2t.long() if d2t is not None and d2t.shape == (len(mine),) else 0)
-    fits = theirs is not None and theirs.shape[1:] == mine.shape[1:] and int(ids.min()) >= 0 and int(ids.max()) < len(theirs)
-    if not fits:
+    if theirs is None:
         yield note("head-fresh", "lm_head looks like random numbers: all rows are equally long", "if so, it drafts noise", "use --target")
-    elif theirs is not None and (close := likeness(mine, theirs[ids])) < 0.1:
+        return
+    ids = torch.arange(len(mine)) + (d2t.long() if d2t is not None and d2t.shape == (len(mine),) else 0)
+    fits = theirs.shape[1:] == mine.shape[1:] and int(ids.min()) >= 0 and int(ids.max()) < len(theirs)
+    if fits and (close := likeness(mine, theirs[ids])) < 0.1:
         yield error(
             "head-random",
             f"lm_head looks random, and is not like the target's (mean cosine {close:.2f})",

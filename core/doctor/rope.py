@@ -89,7 +89,7 @@ def target_rope(s: Subject) -> dict[str, Any]:
     size = head_dim or (hidden // heads if hidden and heads else 0)
     try:
         partial = s.target_fields.get("partial_rotary_factor")
-        return rope_of(SimpleNamespace(rope_parameters=theirs, partial_rotary_factor=partial), size)  # type: ignore[arg-type]
+        return rope_of(SimpleNamespace(rope_parameters=theirs, partial_rotary_factor=partial), size)
     except (TypeError, ValueError, AttributeError, KeyError):  # the target's entry is malformed
         return {}
 

@@ -34,7 +34,7 @@ def names(s: Subject) -> Iterator[Finding]:
             "set the flags in config.json that ask for them, or leave them out of the file",
         )
     wanted = {**allowed, **needed}
-    shapes = [(n, s.shape(n), wanted[n]) for n in s.names if wanted.get(n) and not _fits(s.shape(n), wanted[n])]
+    shapes = [(n, s.shape(n), asked) for n in s.names if (asked := wanted.get(n)) and not _fits(s.shape(n), asked)]
     if shapes:
         yield error(
             "tensors-shape",
@@ -56,11 +56,9 @@ def names(s: Subject) -> Iterator[Finding]:
         )
 
 
-def _fits(found: Shape | None, asked: "tuple[int | None, ...] | None") -> bool:
+def _fits(found: Shape | None, asked: tuple[int | None, ...]) -> bool:
     """Whether a shape is as asked, None standing for any size."""
-    if found is None or asked is None or len(found) != len(asked):
-        return asked is None
-    return all(a is None or a == f for f, a in zip(found, asked, strict=True))
+    return found is not None and len(found) == len(asked) and all(a is None or a == f for f, a in zip(found, asked, strict=True))
 
 
 Shapes = dict[str, "tuple[int | None, ...] | None"]
