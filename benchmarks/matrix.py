@@ -102,6 +102,11 @@ def trained_target(family: str, steps: int = 150) -> PreTrainedModel:
     return model.eval()
 
 
+def beginnings() -> Tensor:
+    """Eight beginnings of texts, [8, 6]: the prompts."""
+    return chain(20_000, 8, 6, noise=0)
+
+
 def measure(model: PreTrainedModel, draft: BaseDraft, prompts: Tensor) -> tuple[float, bool]:
     """(τ, whether every greedy output is the target's own)."""
     stats, identical = DraftingStats(), True
@@ -114,7 +119,7 @@ def measure(model: PreTrainedModel, draft: BaseDraft, prompts: Tensor) -> tuple[
 
 
 def trained_draft(family: str, algorithm: str, steps: int = 60) -> tuple[BaseDraft, float]:
-    """The draft of a cell, trained, saved and loaded; and the fresh one's τ."""
+    """The draft of a cell, trained, saved and loaded; and the fresh one's τ. What was loaded must draft as what was saved."""
     model = trained_target(family)
     torch.manual_seed(0)
     name, options = ALGORITHMS[algorithm]
@@ -122,7 +127,7 @@ def trained_draft(family: str, algorithm: str, steps: int = 60) -> tuple[BaseDra
     target = Target(model, draft.config.aux_layers)
     rows = rows_of(chain(10_000, 8 * 16))
     draft.start_from(target, rows)
-    untrained, _ = measure(model, draft.eval(), chain(20_000, 8, 6, noise=0))
+    untrained, _ = measure(model, draft.eval(), beginnings())
     assert draft.algorithm is not None
     collate = DraftCollator(draft.algorithm)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-3)
@@ -134,13 +139,17 @@ def trained_draft(family: str, algorithm: str, steps: int = 60) -> tuple[BaseDra
         optimizer.step()
         optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as folder:
-        return auto_draft(save_draft(draft.eval(), Path(folder) / "draft")), untrained
+        loaded = auto_draft(save_draft(draft.eval(), Path(folder) / "draft"))
+    saved, again = (measure(model, d, beginnings())[0] for d in (draft, loaded))
+    if saved != again:
+        raise RuntimeError(f"{family} × {algorithm}: τ {saved} before saving, {again} after loading")
+    return loaded, untrained
 
 
 def run(family: str, algorithm: str) -> Cell:
     """One cell."""
     draft, untrained = trained_draft(family, algorithm)
-    trained, identical = measure(trained_target(family), draft, chain(20_000, 8, 6, noise=0))
+    trained, identical = measure(trained_target(family), draft, beginnings())
     return Cell(untrained, trained, identical, type(draft).name)
 
 

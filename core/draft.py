@@ -226,7 +226,7 @@ class BaseDraft(PreTrainedModel):
             counts_V = count_tokens(rows, self.config.vocab_size)
             self.set_draft_vocabulary(choose_vocabulary(counts_V, self.config.draft_vocab_size))
         if rows is not None and self.config.spec.mask_token and self.algorithm is not None:
-            set_mask_token(self.config, choose_mask_token(rows, self.config.vocab_size, self.config.spec.mask_token_id))
+            set_mask_token(self.config, choose_mask_token(rows, target.embedding_weight, self.config.spec.mask_token_id))
             self.config.update(self.algorithm.engine_fields(self.config))
         self.take_head(target)
         if target.norm_weight is not None and target.norm_weight.shape == self.norm.weight.shape:
@@ -239,7 +239,10 @@ class BaseDraft(PreTrainedModel):
 
     @torch.no_grad()
     def take_head(self, target: Target | PreTrainedModel) -> None:
-        """Copy the target's embedding and head. Raises `ForedraftError` if its width or vocabulary is not the draft's."""
+        """Copy the target's embedding and head: their weights alone, no multiplier, soft cap or bias, which no engine applies to a draft.
+
+        Raises `ForedraftError` if its width or vocabulary is not the draft's.
+        """
         model = target.model if isinstance(target, Target) else target
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         if embedding.shape != self.embed_tokens.weight.shape:

@@ -30,11 +30,12 @@ def choose_vocabulary(counts_V: Tensor, size: int) -> Tensor:
     return torch.sort(torch.argsort(counts_V, descending=True, stable=True)[:size]).values
 
 
-def choose_mask_token(rows: Iterable[dict[str, Any]], vocab_size: int, asked: int | None = None) -> int:
-    """A token that the rows never use: `asked`, or the highest such id.
+def choose_mask_token(rows: Iterable[dict[str, Any]], embedding_VT: Tensor, asked: int | None = None) -> int:
+    """A token that the rows never use: `asked`, or the highest such id with an embedding to speak of (padded ones may be zero).
 
     Raises `ForedraftError` if they use `asked`, or every token there is.
     """
+    vocab_size = len(embedding_VT)
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for row in rows:
         # Where documents are padded, id 0 stands for nothing.
@@ -49,4 +50,6 @@ def choose_mask_token(rows: Iterable[dict[str, Any]], vocab_size: int, asked: in
         raise ForedraftError(
             f"the training data uses all {vocab_size} tokens of the target: none is left to stand for the unknown (mask_token_id)"
         )
-    return asked if asked is not None else int(unused[-1])
+    size = embedding_VT[unused].float().norm(dim=-1).cpu()
+    spoken = unused[size > 0.1 * size.max()]
+    return asked if asked is not None else int((spoken if len(spoken) else unused)[-1])

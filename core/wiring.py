@@ -23,6 +23,7 @@ class DraftLayer(nn.Module):
         self.self_attn = draft.make_attention(layer, input_size)
         self.post_attention_layernorm = draft.make_norm(width)
         self.mlp = draft.make_mlp(layer)
+        self._gradient_checkpointing_func: Any = None
         self.gradient_checkpointing = False
         """transformers' switch. The feed-forward half is recomputed; attention's keys and values are kept for later steps anyway."""
 

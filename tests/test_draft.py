@@ -13,6 +13,7 @@ from foredraft.attention import Causal
 from foredraft.checkpoint import save_draft
 from foredraft.data import Renderer, messages_of
 from foredraft.protocols import Layout
+from foredraft.vocabulary import choose_mask_token
 
 
 @torch.no_grad()
@@ -158,3 +159,15 @@ def test_another_config_is_told() -> None:
     with pytest.warns(UserWarning, match="another config"):
         out = generate(other, draft, torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
     assert out.shape == (1, 5)
+
+
+def test_the_mask_token_is_unused_and_has_an_embedding() -> None:
+    """The highest id that the text leaves out, unless its embedding is the padding's zero; one that was asked for must be unused."""
+    embedding, rows = torch.ones(8, 4), [{"input_ids": [1, 2, 6, 0], "documents": [0, 0, 0, -1]}]
+    embedding[7] = 0
+    assert choose_mask_token(rows, embedding) == 5
+    assert choose_mask_token(rows, embedding, asked=7) == 7
+    with pytest.raises(ForedraftError, match="mask_token_id=2 occurs 1 times in the training data"):
+        choose_mask_token(rows, embedding, asked=2)
+    with pytest.raises(ForedraftError, match="uses all 8 tokens of the target"):
+        choose_mask_token([{"input_ids": list(range(8)), "documents": [0] * 8}], embedding)

@@ -62,3 +62,10 @@ def test_the_embedding_is_trained_if_asked(fields: dict[str, Any], wanted: bool)
     draft = auto_draft(train(RunConfig.check({**fields, "train_embedding": wanted})))
     target = AutoModelForCausalLM.from_pretrained(fields["target"])
     assert torch.equal(draft.embed_tokens.weight, target.get_input_embeddings().weight) is not wanted
+
+
+@pytest.mark.parametrize(("algorithm", "why"), [("dflash", "it uses its target's"), ("medusa", "reads no embedding")])
+def test_an_embedding_that_is_not_read_cannot_be_trained(fields: dict[str, Any], algorithm: str, why: str) -> None:
+    small = {"num_layers": 1} if algorithm == "dflash" else {}
+    with pytest.raises(ForedraftError, match=f"train_embedding: a draft by algorithm '{algorithm}' .*{why}"):
+        train(RunConfig.check({**fields, "train_embedding": True, "algorithm": algorithm, "options": small}))

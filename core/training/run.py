@@ -127,9 +127,11 @@ def train(config: RunConfig) -> Path:
         draft_vocab_size=config.draft_vocab_size,
         **config.options,
     )
-    if config.train_embedding and draft.config.spec.target_head:
+    spec = draft.config.spec
+    if config.train_embedding and (spec.target_head or spec.num_layers == 0):
         raise ForedraftError(
-            f"train_embedding: a draft by algorithm '{config.algorithm}' has no embedding of its own, it uses its target's"
+            f"train_embedding: a draft by algorithm '{config.algorithm}' "
+            + ("has no embedding of its own, it uses its target's" if spec.target_head else "reads no embedding")
         )
     draft.embed_tokens.requires_grad_(config.train_embedding)
     layers = draft.config.aux_layers
