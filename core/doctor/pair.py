@@ -11,8 +11,9 @@ from .subject import Subject, as_integer, as_mapping
 if TYPE_CHECKING:
     from torch import Tensor
 
-EMBEDDING = ("model.embed_tokens.weight", "embed_tokens.weight", "model.language_model.embed_tokens.weight", "transformer.wte.weight")
-HEAD = ("lm_head.weight", *EMBEDDING)  # tied, where there is no head of its own
+EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+"""Ends of its name in the files of targets."""
+HEAD = ("lm_head.weight", "embed_out.weight", *EMBEDDING)  # tied, where there is no head of its own
 ROWS = 4096
 """Rows of an embedding or head that are compared."""
 

@@ -69,14 +69,15 @@ class Subject:
         except ForedraftError:
             return None
 
-    def load_target(self, *names: str) -> "Tensor | None":
-        """The first of these tensors that the target's files hold."""
-        for name in names if self.target else ():
-            try:
-                return self.target.tensor(name) if self.target else None
-            except (KeyError, ForedraftError):
-                continue
-        return None
+    def load_target(self, *ends: str) -> "Tensor | None":
+        """The target's tensor whose name ends so, the first of these that there is; None if it is not there or cannot be read."""
+        if self.target is None:
+            return None
+        found = next((name for end in ends for name in self.target.tensors if name.endswith(end)), None)
+        try:
+            return self.target.tensor(found) if found else None
+        except ForedraftError:
+            return None
 
     # The draft's shape.
 
