@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -588,6 +589,7 @@ class TestSpeculators:
         assert first == {n for n in held if not n.startswith(("layers.1.", "fc_norm."))}
         assert not any(n.endswith("hidden_norm.weight") for n in tensors if n.startswith("layers.1."))
         assert config.get("norm_before_residual") in (False, None)
+        assert config.get("sliding_window_non_causal", True)  # vLLM takes false for causal attention in layers without a window, too
         assert config.get("norm_output", False) == (name == "eagle31")
 
     def test_width_of_fc(self, tmp_path: Path) -> None:
@@ -620,6 +622,34 @@ class TestSpeculators:
         write(tmp_path / "theirs", PEERS["nemo_eagle3"], golden("nemo_eagle3"))
         with pytest.raises(ForedraftError, match="no 'foredraft' entry"):
             export_draft(tmp_path / "theirs", tmp_path / "exported", "speculators")
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif("FOREDRAFT_VLLM_PYTHON" not in os.environ, reason="FOREDRAFT_VLLM_PYTHON names no interpreter with vLLM")
+@pytest.mark.parametrize("name", DRAFTS)
+def test_in_vllm(name: str, tmp_path: Path, target: str) -> None:
+    """Real vLLM on the CPU drafts the same tokens from our directory and from its export."""
+    vllm, options = Path(os.environ["FOREDRAFT_VLLM_PYTHON"]), {**DRAFTS[name]}
+    if parallel := options["algorithm"] == "peagle":
+        options["fc_norm"] = False  # vLLM 0.32 looks for it in its own format only
+    draft = auto_draft(CONFIG, **options)
+    draft.start_from(MODEL)
+    save_draft(draft, tmp_path / "ours")
+    export_draft(tmp_path / "ours", tmp_path / "exported", "speculators")
+    openmp, drafts = vllm.parents[1] / "lib/libiomp5.so", []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})}
+    for place in ("ours", "exported"):
+        speculative = {"model": str(tmp_path / place), "num_speculative_tokens": 3, "parallel_drafting": parallel}
+        speculative["method"] = "dflash" if options["algorithm"] == "dflash" else "eagle3"
+        llm = {"model": target, "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 128, "speculative_config": speculative}
+        job = {"llm": llm, "prompts": [[5, 6, 7, 8], [200, 3, 99]], "max_tokens": 16, "ignore_eos": True}
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        script, out = Path(__file__).parent / "run_in_vllm.py", tmp_path / f"{place}.json"
+        done = subprocess.run([vllm, script, tmp_path / "job.json", out], capture_output=True, text=True, env=environment)
+        assert out.exists(), (done.stdout + done.stderr)[-4000:]
+        drafts.append(json.loads(out.read_text())["drafts"])
+    assert drafts[0] == drafts[1]
+    assert all(drafts[0])
 
 
 JSON: Any = st.recursive(

@@ -136,7 +136,7 @@ def _dflash(config: Any) -> dict[str, Any]:
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": True,  # no layer has a window, but vLLM takes false for causal attention in all of them
     }
 
 
