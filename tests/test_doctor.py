@@ -580,6 +580,16 @@ def test_a_draft_that_cannot_be_loaded_is_not_measured(served: Path) -> None:
     assert [f.id for f in dynamic.measured(open_subject(broken, served / "target"))] == ["acceptance-unmeasured"]
 
 
+def test_a_draft_that_crashes_is_not_measured(served: Path) -> None:
+    """A mask token beyond the embedding."""
+    model = AutoModelForCausalLM.from_pretrained(served / "target")
+    save_draft(tiny_draft(model, "peagle", num_layers=1), served / "parallel")
+    broken = rewritten(served / "parallel", served / "broken", setting("mask_token_id", value=10**6))
+    (served / "prompts.jsonl").write_text(json.dumps({"prompt": "hello"}))
+    found = dynamic.measured(open_subject(broken, served / "target"), served / "prompts.jsonl")
+    assert [f.id for f in found] == ["acceptance-unmeasured"]
+
+
 class Picky(EngineBase):
     """Serves nothing."""
 

@@ -28,23 +28,28 @@ def doctor(
     import json
     from dataclasses import asdict
 
-    from ..doctor import ask_engines, examine_subject, measured, mend, open_subject
+    from transformers.utils import logging
+
+    from ..doctor import ask_engines, examine_subject, measured, mend, open_subject, worst_first
     from ..registry import default_registry
 
+    logging.disable_progress_bar()
     registry = default_registry()
     engines = [registry.engine(name) for name in engine] if engine else list(registry.engines().values())
 
     def findings(path: str | Path) -> "list[Finding]":
         subject = open_subject(path, target)
         static = [*examine_subject(subject), *ask_engines(subject.draft, engines, asked=bool(engine))]
-        return [*static, *(measured(subject, prompts) if measure and subject.target else [])]
+        return worst_first([*static, *(measured(subject, prompts) if measure and subject.target else [])])
 
     found, done = findings(draft), []
     if fix is not None:
         done = mend(open_subject(draft, target), found, fix)
         found = findings(fix)
     if as_json:
-        print(json.dumps({"draft": str(fix or draft), "mended": done, "findings": [asdict(f) for f in found]}, indent=2))
+        print(
+            json.dumps({"draft": str(fix or draft), "mended": done, "findings": [asdict(f) for f in found]}, indent=2, ensure_ascii=False)
+        )
     else:
         _show(found, done, fix)
     if any(f.severity == "error" for f in found):

@@ -2,7 +2,7 @@
 
 from .checkpoint import Checkpoint, TensorInfo
 from .dynamic import measured
-from .examine import ask_engines, examine, examine_subject, open_subject
+from .examine import ask_engines, examine, examine_subject, open_subject, worst_first
 from .finding import Finding
 from .mend import mend
 from .subject import Subject
@@ -18,4 +18,5 @@ __all__ = [
     "measured",
     "mend",
     "open_subject",
+    "worst_first",
 ]

@@ -34,7 +34,9 @@ NEW_TOKENS = 64
 LOW = 1.3
 """τ below which a draft is hardly worth its cost."""
 GAIN = 0.3
-"""A variant fits if it wins this share of the tokens that the draft as it is misses."""
+"""A variant fits if it wins this share of the tokens that the draft as it is misses,"""
+RATIO = 0.5
+"""or this share of those that it gets right."""
 GAP = 0.35
 """Share of the teacher-forced drafted tokens that decoding may lose: its estimate takes steps for independent."""
 
@@ -75,7 +77,11 @@ def measured(subject: Subject, prompts: str | Path | None = None) -> list[Findin
         draft = _load(subject, target_path).to(target.dtype).eval()
     except Exception as problem:  # whatever a checkpoint that the other checks found broken makes a loader raise
         return [_unmeasured(str(problem) or type(problem).__name__)]
-    return run(target, draft, read_prompts(tokenizer, prompts))
+    asked = read_prompts(tokenizer, prompts)
+    try:
+        return run(target, draft, asked)
+    except (IndexError, RuntimeError, ValueError) as problem:  # a config may name tokens or layers that are not there
+        return [_unmeasured(f"{type(problem).__name__}: {problem}"[:300])]
 
 
 def _load(subject: Subject, target: str) -> BaseDraft:
@@ -184,7 +190,8 @@ class Bench:
 
     def better(self, tau: float, before: float) -> bool:
         """Whether a τ is so much above another one that chance is no explanation."""
-        return tau - before > max(GAIN * (self.steps + 1 - before), 0.2)
+        gain = tau - before
+        return gain > 0.2 and (gain > GAIN * (self.steps + 1 - before) or gain > RATIO * (before - 1))
 
 
 def _row(ids: Tensor, length: int, longest: int, row: int) -> dict[str, object]:

@@ -35,8 +35,7 @@ def open_subject(draft: str | Path, target: str | Path | None = None) -> Subject
 
 def examine_subject(subject: Subject) -> list[Finding]:
     """The same, of files that are open."""
-    found = [*subject.draft.findings, *(finding for check in CHECKS for finding in check(subject))]
-    return sorted(found, key=lambda f: ORDER[f.severity])
+    return worst_first([*subject.draft.findings, *(finding for check in CHECKS for finding in check(subject))])
 
 
 def ask_engines(checkpoint: Checkpoint, engines: Iterable[Any], asked: bool) -> list[Finding]:
@@ -49,4 +48,9 @@ def ask_engines(checkpoint: Checkpoint, engines: Iterable[Any], asked: bool) -> 
             text = f"its checks failed: {type(error).__name__}: {error}"[:300]
             theirs = [Finding(f"{engine.name}-checks", "warning", text, "nothing is known about this engine", "report it to the plugin")]
         found += theirs if asked else [replace(f, severity="note") for f in theirs]
-    return sorted(found, key=lambda f: ORDER[f.severity])
+    return worst_first(found)
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Errors, then warnings, then notes, each in the order in which they were found."""
+    return sorted(findings, key=lambda f: ORDER[f.severity])
