@@ -1,6 +1,7 @@
 """Checks of what `config.json` says: types and sizes, layers, aux layers, mask token, sliding window."""
 
 from collections.abc import Iterator
+from math import prod
 
 from ..config import check_aux_layers
 from ..errors import ForedraftError
@@ -183,20 +184,13 @@ def mask_hidden(s: Subject) -> Iterator[Finding]:
             "vLLM refuses to draft in parallel",
             "copy mask_hidden from the training's checkpoint",
         )
-    if shape and fc and len(fc) == 2 and _size(shape) != fc[1]:
+    if shape and fc and len(fc) == 2 and prod(shape) != fc[1]:
         yield error(
             "mask-hidden-shape",
-            f"mask_hidden has {_size(shape)} numbers, fc reads {fc[1]}",
+            f"mask_hidden has {prod(shape)} numbers, fc reads {fc[1]}",
             "it is read in place of the concatenated aux states, before fc",
             "export it anew in that space",
         )
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 def sliding_window(s: Subject) -> Iterator[Finding]:
