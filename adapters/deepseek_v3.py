@@ -19,7 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from foredraft import BaseDraft, ForedraftError, hookimpl
 from foredraft.attention import MultiHeadLatentAttention
 from foredraft.config import DraftConfigMixin
-from foredraft.protocols import AlgorithmBase, Batch
+from foredraft.protocols import AlgorithmBase, Batch, DraftSpec
 from foredraft.target import Signal
 
 # Taken over from the target; all else of the draft's config follows from the algorithm.
@@ -82,6 +82,12 @@ class DeepseekV3Draft(BaseDraft):
         fields = {name: getattr(target, name) for name in SHARED}
         dense = {"first_k_dense_replace": target.num_hidden_layers, "num_mtp_layers": 0}
         return {**fields, **dense, "num_key_value_heads": target.num_attention_heads, "attention_bias": False, "rope_interleave": True}
+
+    @classmethod
+    def architecture_for(cls, spec: DraftSpec) -> str:
+        """Engines know this structure in EAGLE drafts alone: any other has a name that none takes for a draft of another structure."""
+        other = spec.architecture or ("ParallelDraftModel" if spec.mask_token else None)
+        return f"Deepseek{other}" if other else cls.architecture
 
     def make_attention(self, layer: int, input_size: int) -> nn.Module:
         """Latent attention; `qk_norm` asks for nothing more: the latents of queries and keys are normed."""

@@ -672,6 +672,13 @@ class TestEvaluate:
         Console(file=out, width=200).print(table({"x": found}))
         assert "x (1)" in out.getvalue()
 
+    def test_a_prompt_that_holds_the_padding_token(self, pair: tuple[Any, Any]) -> None:
+        """It is read like any other: transformers would hide it where no attention mask is given."""
+        tokenizer = letter_tokenizer()
+        apart = evaluate(*pair, tokenizer, ASKED, num_draft_tokens=3, max_new_tokens=24, baseline=False)
+        tokenizer.pad_token = "h"  # of the first prompt
+        assert evaluate(*pair, tokenizer, ASKED, num_draft_tokens=3, max_new_tokens=24, baseline=False).tau == apart.tau
+
     def test_a_difference_is_found(self, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(target: Any, draft: Any, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             out = generate(target, draft, ids, *args, **kwargs)

@@ -26,6 +26,7 @@ def generate(
     dtype: DtypeOption = "auto",
 ) -> None:
     """Stream an answer, drafted and verified, then print τ and tokens per second."""
+    import torch
     from transformers import TextStreamer
 
     from ..decoding import DraftingStats, TreeShape
@@ -43,6 +44,7 @@ def generate(
         model,
         drafter,
         ids,
+        attention_mask=torch.ones_like(ids),  # else transformers hides what looks like padding
         num_draft_tokens=num_draft_tokens,
         tree=shape,
         stats=stats,

@@ -130,18 +130,19 @@ def evaluate(
     different = []
     drafting = partial(generate, target, draft, num_draft_tokens=num_draft_tokens, tree=tree)
     warm = encode(tokenizer, prompts[0], target.device)
-    drafting(warm, **{**settings, "max_new_tokens": 8})
-    target.generate(warm, **{**settings, "max_new_tokens": 8})
+    for run in (drafting, target.generate):
+        run(warm, attention_mask=torch.ones_like(warm), **{**settings, "max_new_tokens": 8})
     for number, prompt in enumerate(prompts):
         ids = encode(tokenizer, prompt, target.device)
+        mask = torch.ones_like(ids)  # else transformers hides what looks like padding
         torch.manual_seed(seed + number)
         start = time.perf_counter()
-        drafted = drafting(ids, stats=stats, **settings)
+        drafted = drafting(ids, attention_mask=mask, stats=stats, **settings)
         seconds["drafted"] += time.perf_counter() - start
         tokens["drafted"] += drafted.shape[1] - ids.shape[1]
         if baseline:
             start = time.perf_counter()
-            plain = target.generate(ids, **settings)
+            plain = target.generate(ids, attention_mask=mask, **settings)
             seconds["plain"] += time.perf_counter() - start
             tokens["plain"] += plain.shape[1] - ids.shape[1]
             if not temperature and not torch.equal(plain, drafted):
