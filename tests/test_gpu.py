@@ -1,5 +1,6 @@
 """A training step on CUDA (FlexAttention where a mask is a function of indices) against the same step on the CPU."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+def moved(device: str, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
 @pytest.mark.parametrize("algorithm", STEPS)
 def test_loss_and_gradients_are_the_cpus(algorithm: str) -> None:
     """In float32, at lengths that are no multiple of FlexAttention's block."""
@@ -26,7 +31,7 @@ def test_loss_and_gradients_are_the_cpus(algorithm: str) -> None:
         model = tiny_target(hidden=64).to(device)  # heads of 16, the least that FlexAttention takes
         draft = tiny_draft(model, algorithm, **STEPS[algorithm]).to(device).train()
         batch = tiny_batch(draft.algorithm, tiny_rows([["u" * 20 + "a" * 130, "u" * 7 + "a" * 40], ["u" + "b" * 99]]))
-        batch = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+        batch = tree_map(partial(moved, device), batch)
         loss = draft(batch, tiny_signal(model, draft, batch), batch["counts"])["loss"]
         loss.backward()
         results.append({"loss": loss.detach().cpu(), **{name: g.cpu() for name, g in gradients(draft).items()}})
