@@ -21,6 +21,8 @@ class SGLang(EngineBase):
 
     def refuses(self, config: Config) -> str | None:
         """What its loaders refuse, or would load and run as something else."""
+        if config.get("speculators_model_type"):
+            return "it does not read the speculators format: `foredraft import` makes a draft of ours of it"
         if reason := unknown_architecture(config, ALGORITHMS):
             return reason
         if config.get("hidden_act") not in (None, "silu"):

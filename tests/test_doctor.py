@@ -421,6 +421,32 @@ def test_aux_layers_are_taken_from_the_other_convention(sound: Callable[..., Pat
     assert config["eagle_config"][AUX] == [1, 3, 4]
 
 
+def test_mended_aux_layers_are_the_same_by_every_field(sound: Callable[..., Path], tmp_path: Path) -> None:
+    def change(config: Config, state: Tensors) -> None:
+        config |= {"aux_hidden_state_layer_ids": [2, 4, 9], "target_layer_ids": [1, 3, 9]}
+        config["eagle_config"][AUX] = [1, 3, 9]
+
+    broken = rewritten(sound(), tmp_path / "broken", change)
+    (broken / "mask_embedding.pt").write_bytes(b"as it was")
+    assert "aux-disagree" in serious(examine(broken))
+    mend(open_subject(broken), examine(broken), tmp_path / "mended")
+    subject = open_subject(tmp_path / "mended")
+    assert list(subject.aux_layers.values()) == [[2, 4, 5]] * 4
+    assert (tmp_path / "mended" / "mask_embedding.pt").read_bytes() == b"as it was", "it is no copy of what is in the file"
+
+
+def test_a_record_is_no_reason_to_count_layers_that_are_not_there(sound: Callable[..., Path], tmp_path: Path) -> None:
+    def lose_a_layer(config: Config, state: Tensors) -> None:
+        config["num_hidden_layers"] = 1
+        for name in [n for n in state if n.startswith("layers.1.")]:
+            del state[name]
+
+    broken = rewritten(sound(), tmp_path / "broken", lose_a_layer)
+    assert "record-disagrees" in serious(examine(broken))
+    with pytest.raises(ForedraftError, match="certainty"):
+        mend(open_subject(broken), examine(broken), tmp_path / "mended")
+
+
 def test_mending_overwrites_nothing_and_guesses_nothing(sound: Callable[..., Path], tmp_path: Path) -> None:
     def lose_a_layer(config: Config, state: Tensors) -> None:
         for name in [n for n in state if n.startswith("layers.1.")]:
@@ -559,6 +585,14 @@ def test_the_command_measures_and_mends(served: Path) -> None:
     assert auto_draft(served / "mended").config.rope_parameters["rope_theta"] == 10000.0
 
 
+def test_findings_are_told_where_nothing_can_be_mended(served: Path) -> None:
+    broken = rewritten(served / "draft", served / "broken", lambda c, s: s["norm.weight"].fill_(float("nan")))
+    status, told = doctor(broken, "--fix", served / "mended")
+    assert (status, told["mended"], told["draft"]) == (1, [], str(broken))
+    assert "tensor-nan" in {f["id"] for f in told["findings"]}
+    assert not (served / "mended").exists()
+
+
 def test_the_command_shows_a_table(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     broken = rewritten(served / "draft", served / "broken", setting("num_hidden_layers", value=8))
@@ -668,6 +702,11 @@ def test_a_pickle_runs_no_code_and_claims_no_memory(sound: Callable[..., Path], 
     torch.save({"fc.weight": Evil()}, tmp_path / "pytorch_model.bin")
     assert "weights-damaged" in serious(examine(tmp_path))
     assert not mark.exists()
+    assert "weights_only" not in examine(tmp_path)[0].found, "torch's own message says how to run the code"
+    odd = {"fc.weight": torch.empty(2, 2, device="meta"), "norm.weight": torch.eye(2).to_sparse()}
+    torch.save({**odd, "d2t": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    assert list(Checkpoint.open(tmp_path).tensors) == ["d2t"], "what has no numbers of its own, or lies in no plain order"
+    examine(tmp_path)
     torch.save({"fc.weight": torch.ones(1).expand(10**6, 10**6)}, tmp_path / "pytorch_model.bin")
     assert Checkpoint.open(tmp_path).tensors == {}
 

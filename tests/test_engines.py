@@ -76,6 +76,7 @@ def test_who_serves_what(draft: dict[str, Any], served: str) -> None:
         ("sglang", {"attention_bias": True}, "biases"),
         ("sglang", {"hidden_act": "gelu"}, "gelu"),
         ("sglang", {"ptd_token_id": 3}, "P-EAGLE"),
+        ("sglang", {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}, "speculators format"),
         ("hf", {"foredraft": None}, "foredraft import"),
     ],
 )

@@ -388,6 +388,7 @@ class TestRefused:
             ("nemo_eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, "2 layers, but num_aux=3"),
             ("nemo_eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "lie outside 1..7"),
             ("nemo_eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1"),
+            ("nemo_eagle3", {"use_aux_hidden_state": False}, "EAGLE-1"),
             ("nemo_eagle3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
             ("nemo_eagle3", {"rope_parameters": {"rope_type": "linear"}}, "needs factor"),
             ("nemo_eagle3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "the whole head"),

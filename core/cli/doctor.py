@@ -31,6 +31,7 @@ def doctor(
     from transformers.utils import logging
 
     from ..doctor import ask_engines, examine_subject, measured, mend, open_subject, worst_first
+    from ..errors import ForedraftError
     from ..registry import default_registry
 
     logging.disable_progress_bar()
@@ -42,16 +43,22 @@ def doctor(
         static = [*examine_subject(subject), *ask_engines(subject.draft, engines, asked=bool(engine))]
         return worst_first([*static, *(measured(subject, prompts) if measure and subject.target else [])])
 
-    found, done = findings(draft), []
+    def show(path: str | Path) -> None:
+        if as_json:
+            print(json.dumps({"draft": str(path), "mended": done, "findings": [asdict(f) for f in found]}, indent=2, ensure_ascii=False))
+        else:
+            _show(found, done, fix)
+
+    done: list[str] = []
+    found = findings(draft)
     if fix is not None:
-        done = mend(open_subject(draft, target), found, fix)
-        found = findings(fix)
-    if as_json:
-        print(
-            json.dumps({"draft": str(fix or draft), "mended": done, "findings": [asdict(f) for f in found]}, indent=2, ensure_ascii=False)
-        )
-    else:
-        _show(found, done, fix)
+        try:
+            done = mend(open_subject(draft, target), found, fix)
+            found = findings(fix)
+        except ForedraftError:
+            show(draft)
+            raise
+    show(fix or draft)
     if any(f.severity == "error" for f in found):
         raise typer.Exit(1)
 

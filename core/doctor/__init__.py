@@ -1,6 +1,6 @@
 """Whether a draft is sound, before it is served: `foredraft doctor`."""
 
-from .checkpoint import Checkpoint, TensorInfo
+from .checkpoint import SIDE_FILE, Checkpoint, TensorInfo
 from .dynamic import measured
 from .examine import ask_engines, examine, examine_subject, open_subject, worst_first
 from .finding import Finding
@@ -8,6 +8,7 @@ from .mend import mend
 from .subject import Subject
 
 __all__ = [
+    "SIDE_FILE",
     "Checkpoint",
     "Finding",
     "Subject",

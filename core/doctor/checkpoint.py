@@ -1,6 +1,7 @@
 """A draft's directory as it lies on disk, ours or a peer's, read without trust: what is malformed becomes a finding."""
 
 import json
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INDEXES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
+SIDE_FILE = "mask_embedding.pt"
+"""Beside some DFlash drafts: the embedding of the mask token, which engines read."""
 MAX_JSON = 64 * 2**20
 """Bytes; an index of a hundred thousand tensors has a tenth of that."""
 
@@ -100,6 +103,13 @@ class _Reader:
         for file in files:
             try:
                 found.update(self._pickle(file) if file.suffix == ".bin" else _headers(file))
+            except pickle.UnpicklingError:  # its message advises to run the code
+                self._error(
+                    "weights-damaged",
+                    f"{file.name} holds more than tensors: to load it would run code of its author",
+                    "it is not read",
+                    "load it nowhere; ask its author for safetensors",
+                )
             except Exception as error:  # whatever a damaged file raises
                 text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
                 self._error(
@@ -148,8 +158,10 @@ class _Reader:
 
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         for name, tensor in content.items() if isinstance(content, dict) else ():
+            if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)) or tensor.layout != torch.strided or tensor.is_meta:
+                continue
             # An expanded view of one number may claim any size.
-            if isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.nbytes <= file.stat().st_size:
+            if tensor.nbytes <= file.stat().st_size:
                 self.pickled[name] = tensor
                 yield name, TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
 

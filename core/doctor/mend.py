@@ -12,6 +12,7 @@ from ..checkpoint import WEIGHTS, replacing
 from ..config import check_aux_layers
 from ..errors import ForedraftError
 from ..layouts import architecture_of
+from .checkpoint import SIDE_FILE
 from .finding import Finding
 from .pair import EMBEDDING
 from .rope import draft_rope, scaling, target_rope
@@ -72,7 +73,7 @@ def mend(subject: Subject, findings: Iterable[Finding], out: str | Path) -> list
     state = {**kept, **{name: t for name, t in mended.tensors.items() if t is not None}}
     with replacing(out) as temporary:
         for file in draft.path.iterdir():
-            if file.is_file() and not file.name.endswith(NOT_COPIED) and file.stat().st_size < 2**28:
+            if file.is_file() and (file.name == SIDE_FILE or not file.name.endswith(NOT_COPIED)) and file.stat().st_size < 2**28:
                 shutil.copyfile(file, temporary / file.name)
         (temporary / "config.json").write_text(json.dumps(mended.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         save_file({name: t.contiguous().clone() for name, t in state.items()}, temporary / WEIGHTS, metadata={"format": "pt"})
@@ -167,9 +168,13 @@ def _aux_layers(s: Subject, made: Copy) -> str | None:
         return None
     ids = list(sound.pop())
     made.set("eagle_aux_hidden_state_layer_ids", ids)
-    for name, key in (("eagle_config", "eagle_aux_hidden_state_layer_ids"), ("dflash_config", "target_layer_ids")):
-        if isinstance(made.config.get(name), dict) and key in made.config[name]:
-            made.config[name][key] = [i - 1 for i in ids]
+    for name in s.aux_layers:
+        *where, key = name.split(".")
+        shown = [i - 1 for i in ids] if where or key == "target_layer_ids" else ids
+        if where:
+            made.config[where[0]][key] = shown
+        else:
+            made.set(key, shown)
     return f"aux layers are {ids} now, by each engine's way of counting"
 
 
@@ -236,9 +241,11 @@ def _record(s: Subject, made: Copy) -> str | None:
     for name in ("fc_norm", "norm_output"):
         if isinstance(s.spec.get(name), bool):
             made.set(name, s.spec[name])
-    for name, recorded in (("num_hidden_layers", "num_layers"), ("num_aux_hidden_states", "num_aux")):
-        if isinstance(s.spec.get(recorded), int):
-            made.set(name, s.spec[recorded])
+    for name, recorded, held in (("num_hidden_layers", "num_layers", len(s.layers)), ("num_aux_hidden_states", "num_aux", s.chunks)):
+        if s.spec.get(recorded) == held is not None:  # else the file is not what was made, either
+            made.set(name, held)
+    if made.config == s.draft.config:
+        return None
     return "flags and counts are those it was made with"
 
 

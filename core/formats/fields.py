@@ -144,6 +144,7 @@ class DraftFields(Strict):
     eagle_aux_hidden_state_layer_ids: Layers | None = None
     aux_hidden_state_layer_ids: Layers | None = None
     target_layer_ids: Layers | None = None
+    use_aux_hidden_state: bool = True
     eagle_config: EagleFields = EagleFields()
     dflash_config: DFlashFields = DFlashFields()
 
@@ -169,7 +170,7 @@ class DraftFields(Strict):
         found += [f"{name}={said[name]}: a factor that ours has not" for name in SCALES if said[name] not in (None, 1.0)]
         if said["final_logit_softcapping"]:
             found.append(f"final_logit_softcapping={said['final_logit_softcapping']}: the draft's logits are capped; ours are not")
-        if not (self.eagle_config.use_aux_hidden_state and self.dflash_config.use_aux_hidden_state):
+        if not (self.use_aux_hidden_state and self.eagle_config.use_aux_hidden_state and self.dflash_config.use_aux_hidden_state):
             found.append("use_aux_hidden_state=false: it reads the target's last state only, without fc (EAGLE-1)")
         if other := sorted({kind for kind in self.layer_types or () if kind != "full_attention"}):
             found.append(f"layer_types {', '.join(other)}: {NO_COUNTERPART['use_swa']}")

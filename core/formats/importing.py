@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ..auto import make_algorithm
 from ..checkpoint import save_draft
-from ..doctor import Checkpoint
+from ..doctor import SIDE_FILE, Checkpoint
 from ..draft import TARGET_HEAD, BaseDraft
 from ..errors import ForedraftError
 from ..grouped_query import GroupedQueryDraft
@@ -23,8 +23,6 @@ from ..target import load_target
 from .fields import DraftFields
 from .peers import Kind, Peer, recognise
 
-SIDE_FILE = "mask_embedding.pt"
-"""Beside some DFlash drafts; engines read it."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
