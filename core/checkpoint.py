@@ -69,9 +69,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "config.json"
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ForedraftError(f"'{path}' holds no config.json: it is no draft (and no target) directory") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ForedraftError(f"'{file}' cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ForedraftError(f"'{file}' is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ForedraftError(f"'{file}' holds {type(fields).__name__}, expected an object")

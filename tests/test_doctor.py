@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -709,6 +710,12 @@ def test_a_pickle_runs_no_code_and_claims_no_memory(sound: Callable[..., Path], 
     examine(tmp_path)
     torch.save({"fc.weight": torch.ones(1).expand(10**6, 10**6)}, tmp_path / "pytorch_model.bin")
     assert Checkpoint.open(tmp_path).tensors == {}
+
+
+def test_a_pipe_is_not_waited_for(sound: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copy(sound() / "config.json", tmp_path)
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert [f.found for f in Checkpoint.open(tmp_path).findings] == ["model.safetensors could not be read: it is no regular file"]
 
 
 def test_a_file_cut_off_is_named(sound: Callable[..., Path], tmp_path: Path) -> None:

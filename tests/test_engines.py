@@ -87,6 +87,20 @@ def test_why_not(engine: str, changes: dict[str, Any], reason: str) -> None:
     assert reason in (ENGINES[engine].refuses(config) or "")
 
 
+@pytest.mark.parametrize(("content", "message"), [("", "is no JSON"), ('{"a": ' * 100_000, "is no JSON"), (None, "cannot be read")])
+def test_a_config_that_cannot_be_read(content: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.mkdir() if content is None else file.write_text(content)
+    with pytest.raises(ForedraftError, match=message):
+        ENGINES["vllm"].command(tmp_path, "target")
+
+
+def test_a_file_is_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ForedraftError, match=r"holds no config\.json"):
+        ENGINES["vllm"].command(tmp_path / "model.safetensors", "target")
+
+
 def test_wrong_types_are_no_crash() -> None:
     sound = config_of("eagle3", latent=True)
     for name in [*sound, "speculators_model_type", "ptd_token_id"]:

@@ -102,6 +102,8 @@ class _Reader:
         found: dict[str, TensorInfo] = {}
         for file in files:
             try:
+                if file.exists() and not file.is_file():  # opening a pipe would wait for ever
+                    raise OSError("it is no regular file")
                 found.update(self._pickle(file) if file.suffix == ".bin" else _headers(file))
             except pickle.UnpicklingError:  # its message advises to run the code
                 self._error(
