@@ -194,6 +194,7 @@ class BaseDraft(PreTrainedModel):
             tie_word_embeddings=False,
             fc_norm=spec.fc_norm,
             norm_output=spec.norm_output,
+            norm_before_residual=spec.norm_before_residual,
             foredraft={
                 "algorithm": algorithm.name,
                 "options": algorithm.options.model_dump(mode="json"),

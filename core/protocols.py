@@ -40,6 +40,7 @@ class DraftSpec(Frozen):
     fc_norm: bool = Field(False, description="one RMSNorm per aux chunk before fc (EAGLE-3.1)")
     context_norm: bool = Field(False, description="a norm after fc (DFlash)")
     norm_output: bool = Field(False, description="the post-norm state is fed back, and the head applies no second norm (EAGLE-3.1)")
+    norm_before_residual: bool = Field(False, description="fuse: the first layer adds to the normed context, not to the context itself")
     qk_norm: bool = Field(False, description="a norm on queries and keys, as in Qwen3")
     mask_token: bool = Field(False, description="the draft reads a token that stands for the unknown, config.mask_token_id")
     mask_token_id: int | None = Field(None, ge=0, description="which one; None: one that the training data never uses")

@@ -75,6 +75,7 @@ class FusedLayers(nn.ModuleList):
     def __init__(self, draft: "BaseDraft"):
         width, count = draft.config.hidden_size, draft.config.num_hidden_layers
         super().__init__(FirstFusedLayer(draft) if i == 0 else DraftLayer(draft, i, width) for i in range(count))
+        self.norm_before_residual = draft.config.norm_before_residual
 
     def forward(
         self, embeds_BQD: Tensor, context_BQD: Tensor, rotary: Rotary, layout: Layout, cache: KeyValueCache | None = None
@@ -87,7 +88,9 @@ class FusedLayers(nn.ModuleList):
             pattern, rows = (layout.pattern, layout.rows) if last else (layout.below or layout.pattern, None)
             x = layer.input_layernorm(embeds_BQD if i == 0 else hidden_BQD)
             if i == 0:
-                x = torch.cat([x, layer.hidden_norm(hidden_BQD)], dim=-1)
+                normed_BQD = layer.hidden_norm(hidden_BQD)
+                x = torch.cat([x, normed_BQD], dim=-1)
+                hidden_BQD = normed_BQD if self.norm_before_residual else hidden_BQD
             hidden_BQD = layer.attend(take_rows(hidden_BQD, rows), x, rotary, pattern, cache, rows)
         return hidden_BQD if len(self) else take_rows(hidden_BQD, layout.rows)
 

@@ -39,13 +39,14 @@ class Eagle3(AlgorithmBase):
         num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
         fc_norm: bool = Field(False, description="norm each aux chunk before fc (EAGLE-3.1)")
         norm_output: bool = Field(False, description="feed back the post-norm state (EAGLE-3.1)")
+        norm_before_residual: bool = Field(False, description="the layer adds to the normed features (speculators' default)")
         qk_norm: bool = Field(False, description="norms on queries and keys: a Qwen3-shaped draft")
 
     @property
     def spec(self) -> DraftSpec:
         """A first layer that reads embedding and features side by side."""
         o = self.options
-        return DraftSpec(num_layers=o.num_layers, num_aux=o.num_aux, fc_norm=o.fc_norm, norm_output=o.norm_output, qk_norm=o.qk_norm)
+        return DraftSpec(**{name: getattr(o, name) for name in DraftSpec.model_fields.keys() & type(o).model_fields.keys()})
 
     def engine_fields(self, config: Any) -> dict[str, Any]:
         """The aux layers once more, in SGLang's convention."""

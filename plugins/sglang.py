@@ -37,6 +37,8 @@ class SGLang(EngineBase):
 
     def _refuses_eagle(self, config: Config) -> str | None:
         width = config.get("hidden_size")
+        if config.get("norm_before_residual"):
+            return "its first layer adds to the state before the norm, this draft's to the normed one (norm_before_residual)"
         if config.get("num_aux_hidden_states") == 1 and config.get("target_hidden_size", width) == width:
             return "it tells the target's states from the draft's own by their width, so with one aux layer it never applies fc"
         if "Deepseek" not in architecture_of(config):

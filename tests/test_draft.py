@@ -171,3 +171,15 @@ def test_the_mask_token_is_unused_and_has_an_embedding() -> None:
         choose_mask_token(rows, embedding, asked=2)
     with pytest.raises(ForedraftError, match="uses all 8 tokens of the target"):
         choose_mask_token([{"input_ids": list(range(8)), "documents": [0] * 8}], embedding)
+
+
+def test_the_residual_may_be_normed() -> None:
+    """With `norm_before_residual` the first layer adds to its normed context: what it adds is the same, what it adds to is not."""
+    outputs, inputs = {}, torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    for normed in (False, True):
+        draft = tiny_draft(tiny_target(), norm_before_residual=normed)
+        layer = draft.layers[0]
+        layer.mlp.down_proj.weight.data.zero_()  # the residual and attention alone
+        torch.nn.init.normal_(layer.hidden_norm.weight, generator=torch.Generator().manual_seed(1))
+        outputs[normed] = draft.backbone(2 * inputs, 3 * inputs, Layout(torch.arange(5)[None], Causal()))
+    assert_close(outputs[True] - layer.hidden_norm(3 * inputs), outputs[False] - 3 * inputs)

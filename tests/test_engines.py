@@ -73,6 +73,7 @@ def test_who_serves_what(draft: dict[str, Any], served: str) -> None:
         ("vllm", {"speculators_model_type": "medusa"}, "speculators_model_type 'medusa'"),
         ("vllm", {"speculators_model_type": ["eagle3"]}, "speculators_model_type"),
         ("sglang", {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "q_lora_rank": None}, "an integer q_lora_rank"),
+        ("sglang", {"norm_before_residual": True}, "adds to the state before the norm"),
         ("sglang", {"attention_bias": True}, "biases"),
         ("sglang", {"hidden_act": "gelu"}, "gelu"),
         ("sglang", {"ptd_token_id": 3}, "P-EAGLE"),

@@ -212,8 +212,11 @@ class TestConventions:
             peer("specforge_eagle3", norm_output=False)
 
     def test_speculators_norm_the_residual_unless_they_say_no(self, peer: Callable[..., Imported]) -> None:
-        with pytest.raises(ForedraftError, match="norm_before_residual: the first layer's residual"):
-            peer("speculators_eagle3", norm_before_residual=None)
+        assert auto_draft(peer("speculators_eagle3", norm_before_residual=None).path).config.norm_before_residual
+
+    def test_a_parallel_draft_with_a_normed_residual(self, peer: Callable[..., Imported]) -> None:
+        with pytest.raises(ForedraftError, match="norm_before_residual: its first layer adds to the normed state, ours of peagle"):
+            peer("speculators_peagle", norm_before_residual=True)
 
     def test_speculators_peagle_does_not(self, peer: Callable[..., Imported]) -> None:
         assert peer("speculators_peagle").algorithm == "peagle"
@@ -531,6 +534,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "eagle3_full": {"algorithm": "eagle3", "aux_layers": (1, 3, 4, 6), "num_aux": 4, "num_layers": 2},
     "eagle3_qwen": {"algorithm": "eagle3", "qk_norm": True, "draft_vocab_size": 128},
     "eagle31": {"algorithm": "eagle31", "draft_vocab_size": 128},
+    "eagle3_residual": {"algorithm": "eagle3", "norm_before_residual": True, "draft_vocab_size": 128},
     "peagle": {"algorithm": "peagle", "num_layers": 2, "num_depths": 6, "mask_token_id": 9, "fc_norm": True, "draft_vocab_size": 128},
     "dflash": {"algorithm": "dflash", "num_layers": 2, "num_aux": 3, "block_size": 7, "mask_token_id": 9},
 }

@@ -229,7 +229,8 @@ def sliding_window(s: Subject) -> Iterator[Finding]:
 
 def record(s: Subject) -> Iterator[Finding]:
     """Flags and counts that differ from what foredraft recorded when it made the draft."""
-    pairs = {"fc_norm": "fc_norm", "norm_output": "norm_output", "num_hidden_layers": "num_layers", "num_aux_hidden_states": "num_aux"}
+    pairs = {name: name for name in ("fc_norm", "norm_output", "norm_before_residual")}
+    pairs |= {"num_hidden_layers": "num_layers", "num_aux_hidden_states": "num_aux"}
     changed = [(n, s.fields.get(n), s.spec[m]) for n, m in pairs.items() if m in s.spec and s.fields.get(n) != s.spec[m]]
     if changed:
         yield error(

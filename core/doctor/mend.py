@@ -238,7 +238,7 @@ def _norm_before_fc(s: Subject, made: Copy) -> str | None:
 
 @mends("record-disagrees")
 def _record(s: Subject, made: Copy) -> str | None:
-    for name in ("fc_norm", "norm_output"):
+    for name in ("fc_norm", "norm_output", "norm_before_residual"):
         if isinstance(s.spec.get(name), bool):
             made.set(name, s.spec[name])
     for name, recorded, held in (("num_hidden_layers", "num_layers", len(s.layers)), ("num_aux_hidden_states", "num_aux", s.chunks)):

@@ -121,7 +121,7 @@ def _eagle3(config: Any) -> dict[str, Any]:
         "embed_requires_grad": False,
         "fc_norm": config.fc_norm,
         "norm_before_fc": False,
-        "norm_before_residual": False,
+        "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
     }
 

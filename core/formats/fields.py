@@ -16,7 +16,6 @@ Layers = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(min_leng
 Factors = Annotated[list[Number], Field(max_length=4096)]
 
 NO_COUNTERPART = {
-    "norm_before_residual": "the first layer's residual is the normed state; ours is the state before the norm",
     "norm_before_fc": "one norm over all aux states at once (input_norm); ours has one per aux state (fc_norm) or none",
     "sample_from_anchor": "the anchor's slot drafts too; our blocks begin behind it",
     "is_causal": "the slots of a block see only those before them; ours see all",

@@ -142,11 +142,14 @@ class _Import:
             "num_aux": width // chunk,
             "fc_norm": fields.fc_norm,
             "norm_output": self.feeds_normed(),
+            "norm_before_residual": fields.norm_before_residual or None,
             "qk_norm": "layers.0.self_attn.q_norm.weight" in self.names,
             "mask_token_id": fields.mask_token,
             "block_size": fields.block_size or fields.dflash_config.block_size,
             "num_depths": fields.num_depths,
         }
+        if fields.norm_before_residual and "norm_before_residual" not in options:
+            raise ForedraftError(f"norm_before_residual: its first layer adds to the normed state, ours of {self.kind.name} to the state")
         settled = {name: value for name, value in settled.items() if name in options and value is not None}
         if lacking := sorted({"mask_token_id", "block_size"} & set(options) - set(settled)):
             raise ForedraftError(f"the draft's config.json names no {' and no '.join(lacking)}: add what it was trained with")
