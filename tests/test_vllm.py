@@ -57,6 +57,7 @@ ALGORITHMS = {
     "EAGLE-3": ("eagle3", {"ttt_steps": DRAFTED, "draft_vocab_size": 40}),
     "EAGLE-3.1": ("eagle31", {"ttt_steps": DRAFTED}),
     "EAGLE-3, two layers": ("eagle3", {"ttt_steps": DRAFTED, "num_layers": 2, "num_aux": 4}),
+    "EAGLE-3, normed residual": ("eagle3", {"ttt_steps": DRAFTED, "norm_before_residual": True}),
     "P-EAGLE": ("peagle", {"num_depths": DRAFTED, "num_layers": 2, "draft_vocab_size": 40}),
     "DFlash": ("dflash", {"block_size": DRAFTED + 1, "num_layers": 2, "num_aux": 3, "anchors": 16}),
 }
@@ -67,6 +68,7 @@ PAIRS = [
     ("Llama", "EAGLE-3"),
     ("Llama", "EAGLE-3.1"),
     ("Llama", "EAGLE-3, two layers"),
+    ("Llama", "EAGLE-3, normed residual"),
     ("Llama", "P-EAGLE"),
     ("Llama", "DFlash"),
     ("Qwen3", "EAGLE-3, Qwen3-shaped"),
