@@ -127,7 +127,7 @@ def test_kimi_k25_has_a_deepseek_inside() -> None:
     text = {**CONFIGS["Kimi-K2"].to_dict(), "model_type": "kimi_k2"}
     eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
     made = Kimi_K25Config(text_config=text, vision_config=eyes, projection_hidden_size=64, image_token_id=49)
-    assert made.get_text_config().model_type == "kimi_k2"
+    assert made.get_text_config().model_type in ("kimi_k2", "deepseek_v3")  # the latter from transformers 5.23 on
     torch.manual_seed(0)
     model: Any = Kimi_K25ForConditionalGeneration(made).eval()
     draft = draft_for(model, "deepseek_v3")
