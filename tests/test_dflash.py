@@ -374,6 +374,12 @@ class TestTraining:
         resumed = self.train(rows, tmp_path / "cut", self.draft(seed=5), resume=True).model.state_dict()
         assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
+    def test_a_loaded_draft_trains_on(self, rows: Any, tmp_path: Path) -> None:
+        """The trainer gives it its target's embedding and head."""
+        loaded = auto_draft(save_draft(self.draft(), tmp_path / "draft"))
+        trained = self.train(rows, tmp_path / "on", loaded).model
+        assert torch.equal(trained.lm_head.weight, self.TARGET.get_output_embeddings().weight)
+
     def test_accumulated_micro_batches(self, rows: Any, tmp_path: Path) -> None:
         """Two micro-batches of different counts give the step of one batch: the denominators are common ones."""
         sgd = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "max_steps": 1}

@@ -59,6 +59,8 @@ class DraftTrainer(Trainer):
                 f"{args.n_gpu} GPUs in one process: start one process per GPU, `torchrun --nproc-per-node {args.n_gpu} ...`"
             )
         self.target = target if isinstance(target, Target) else Target(target, model.config.aux_layers)
+        if not model.complete:  # loaded, and its embedding and head are the target's
+            model.take_head(self.target)
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self._bad_rows: Tensor | None = None
         kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed))
