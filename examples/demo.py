@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from foredraft import auto_draft, evaluate
 from foredraft.checkpoint import write_text
 from foredraft.decoding.report import demand_identical, plot_acceptance, table
-from foredraft.training.run import RunConfig, load_split, train
+from foredraft.training.run import load_split, train
+from foredraft.training.settings import RunConfig
 
 
 def main() -> None:

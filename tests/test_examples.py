@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.decoding import load_prompts
-from foredraft.training.run import RunConfig
+from foredraft.training.settings import RunConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -10,7 +10,8 @@ from tiny import tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from foredraft import ForedraftError, auto_draft
-from foredraft.training.run import RunConfig, train
+from foredraft.training.run import train
+from foredraft.training.settings import RunConfig
 
 
 @pytest.fixture

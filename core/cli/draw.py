@@ -13,7 +13,7 @@ def draw(
 ) -> None:
     """Draw who sees whom in a training step of an algorithm, from the mask that training uses."""
     from ..draw import draw_mask
-    from ..training.run import parse_options
+    from ..training.settings import parse_options
 
     print(draw_mask(algorithm, out or Path(f"mask_{algorithm}.png"), parse_options(options or [])))
 

@@ -11,8 +11,8 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: training.learning_rate=1e-4")] = None,
 ) -> None:
     """Train a draft as a YAML file says; `key=value` overrides its entries."""
-    from ..training.run import RunConfig
     from ..training.run import train as carry_out
+    from ..training.settings import RunConfig
 
     config = RunConfig.load(run, overrides or [])
     draft = carry_out(config)

@@ -1,0 +1,131 @@
+"""The settings of a training run: a YAML file and `key=value` overrides, checked as a whole before anything is loaded."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from ..auto import DEFAULT_ALGORITHM, describe_validation, make_algorithm
+from ..errors import ForedraftError, nearest
+from ..protocols import Frozen
+from ..registry import default_registry
+from .trainer import DraftTrainingArguments
+
+
+class DataConfig(Frozen):
+    """Where the conversations come from and how they are packed."""
+
+    train: Annotated[list[str], Field(min_length=1)] | str = Field(description="JSONL, parquet or datasets source(s) of conversations")
+    split: str = Field("train", description="split of hub data sets")
+    limit: int | None = Field(None, ge=1, description="use only the first so many conversations of each source")
+    held_out: int = Field(0, ge=0, description="conversations of the first source kept out of training, to evaluate on")
+    held_out_seed: int = Field(0, description="which ones")
+    max_length: int = Field(1024, ge=8, description="tokens per packed row; longer conversations are cut")
+
+
+class RunConfig(Frozen):
+    """A whole training run."""
+
+    target: str = Field(description="directory or hub id of the target")
+    output_dir: str = Field(description="checkpoints, the finished draft (draft/), training.json and training.png go here")
+    data: DataConfig
+    algorithm: str = Field(DEFAULT_ALGORITHM, description="drafting algorithm")
+    options: dict[str, Any] = Field({}, description="options of the algorithm")
+    adapter: str | None = Field(None, description="adapter by name; by default the one for the target's model_type")
+    aux_layers: list[int] | None = Field(None, description="target layers to read, as HF hidden_states indices")
+    draft_vocab_size: int | None = Field(
+        None, ge=1, description="most frequent tokens the draft may propose; default: the target's vocabulary"
+    )
+    train_embedding: bool = Field(False, description="train the draft's token embedding too; by default it stays the target's")
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype the target runs in")
+    hidden_states_cache: str | None = Field(
+        None, description="directory to keep the target's hidden states in; worth it from the second epoch on"
+    )
+    matmul_precision: Literal["highest", "high", "medium"] = Field(
+        "highest", description="of float32 products (torch.set_float32_matmul_precision)"
+    )
+    resume: bool = Field(True, description="continue from the newest complete checkpoint in output_dir")
+    training: dict[str, Any] = Field({}, description="fields of transformers.TrainingArguments")
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "RunConfig":
+        """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values).
+
+        Raises `ForedraftError` that lists everything wrong, each unknown key with the nearest known one.
+        """
+        try:
+            fields = _yaml(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ForedraftError(f"run file '{path}': {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ForedraftError(f"run file '{path}' is no YAML: {error}") from error
+        if not isinstance(fields, dict):
+            raise ForedraftError(f"run file '{path}' holds {type(fields).__name__}, expected keys: {', '.join(cls.model_fields)}")
+        for override in overrides:
+            _override(fields, override)
+        return cls.check(fields, str(path))
+
+    @classmethod
+    def check(cls, fields: Mapping[str, Any], where: str = "run") -> "RunConfig":
+        """Validate fields, the algorithm's options and the training arguments together."""
+        problems = []
+        config = None
+        try:
+            config = cls.model_validate(fields)
+        except ValidationError as error:
+            known = {**cls.model_fields, **{f"data.{k}": v for k, v in DataConfig.model_fields.items()}}
+            problems.append(describe_validation(error, known))
+        training, options, algorithm = (fields.get(key) for key in ("training", "options", "algorithm"))
+        known_arguments = [f.name for f in dataclasses.fields(DraftTrainingArguments) if f.init]
+        for key in training if isinstance(training, dict) else ():
+            if key not in known_arguments:
+                problems.append(f"unknown training argument '{key}'{nearest(key, known_arguments)} (see transformers.TrainingArguments)")
+            elif key in ("output_dir", "resume_from_checkpoint"):
+                problems.append(f"training.{key}: set {key.split('_from')[0]}, one level up")
+        try:
+            make_algorithm(str(algorithm or DEFAULT_ALGORITHM), options if isinstance(options, dict) else {}, default_registry())
+        except ForedraftError as error:
+            problems.append(str(error))
+        if problems or config is None:
+            raise ForedraftError(f"{where}:\n  " + "\n  ".join(problems))
+        return config
+
+
+def parse_options(overrides: Sequence[str]) -> dict[str, Any]:
+    """`key=value` texts as a dict: dotted keys, YAML values. Raises `ForedraftError` naming the one that is neither."""
+    fields: dict[str, Any] = {}
+    for override in overrides:
+        _override(fields, override)
+    return fields
+
+
+def _override(fields: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator:
+        raise ForedraftError(f"override '{override}': expected key=value, as in training.learning_rate=1e-4")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        if fields.get(parent) is None:
+            fields[parent] = {}
+        fields = fields[parent]
+        if not isinstance(fields, dict):
+            raise ForedraftError(f"override '{override}': '{parent}' holds a value, no keys")
+    try:
+        fields[leaf] = _yaml(value)
+    except yaml.YAMLError as error:
+        raise ForedraftError(f"override '{override}': '{value}' is no YAML value: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-4 as text; here it is a number."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
