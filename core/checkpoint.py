@@ -1,12 +1,8 @@
 """Drafts on disk: the engine-native format, written atomically and loaded strictly."""
 
 import json
-import os
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +12,7 @@ from transformers.utils import logging
 from .errors import ForedraftError
 from .protocols import AlgorithmBase
 from .registry import Registry
+from .writing import finish, replacing, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,10 +23,10 @@ WEIGHTS = "model.safetensors"
 
 
 def save_draft(draft: "BaseDraft", path: str | Path, state_dict: "Mapping[str, Tensor] | None" = None) -> Path:
-    """Write the draft to the directory `path`, all or nothing: what was there stays until the new one is complete.
+    """Write the draft to the directory `path`, all or nothing: a draft that is there stays until the new one is complete.
 
     `state_dict` is written in place of its own tensors, which then need no storage. Raises `ForedraftError` if it cannot be
-    written (disk full, say).
+    written (disk full, say), or if more than a draft is there.
     """
     tensors = state_dict or dict(draft.named_parameters())
     if broken := [name for name, p in tensors.items() if not bool(p.isfinite().all())]:
@@ -40,32 +37,9 @@ def save_draft(draft: "BaseDraft", path: str | Path, state_dict: "Mapping[str, T
     return Path(path)
 
 
-@contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary directory beside `path` that takes its place if the block succeeds, and vanishes if it fails."""
-    path = Path(path)
-    temporary = old = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        yield temporary
-        os.chmod(temporary, 0o755)
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-            os.replace(path, old / "was")
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        if old is not None and (old / "was").exists():
-            os.replace(old / "was", path)
-        raise ForedraftError(f"could not write '{path}': {error}\n  what was there before is untouched") from error
-    finally:
-        for leftover in (temporary, old):
-            if leftover is not None:
-                shutil.rmtree(leftover, ignore_errors=True)
-
-
 def read_config(path: str | Path) -> dict[str, Any]:
     """The `config.json` of a directory as a dict. Raises `ForedraftError` if it is missing or no JSON object."""
+    finish(path)
     file = Path(path) / "config.json"
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -129,18 +103,3 @@ def record(path: str | Path, measured: Mapping[str, Any]) -> None:
     fields = read_config(path)
     fields["foredraft"]["measured"] = {**fields["foredraft"].get("measured", {}), **measured}
     write_text(Path(path) / "config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
-
-
-def write_text(file: str | Path, text: str) -> None:
-    """Write a text file, all or nothing. Raises `ForedraftError` if it cannot be written."""
-    file = Path(file)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, file)
-    except OSError as error:
-        raise ForedraftError(f"could not write '{file}': {error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from foredraft.checkpoint import replacing
+from foredraft.writing import finish, replacing
 
 DEFAULT = Path(".cache/smollm2")
 
@@ -25,6 +25,7 @@ def find_gguf() -> Path:
 
 def build(out: Path = DEFAULT) -> Path:
     """Write the directory unless it is there, and return it."""
+    finish(out)
     if (out / "config.json").exists():
         return out
     import torch

@@ -1,11 +1,13 @@
 """`auto_draft` from all it takes, and drafts on disk: what is written, that it comes back bit for bit, and what is refused."""
 
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.testing import assert_close
 from foredraft import BaseDraft, ForedraftError, auto_draft
 from foredraft.checkpoint import read_config, record, replacing, save_draft, write_text
 from foredraft.describe import describe
+from foredraft.writing import finish
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -169,7 +172,8 @@ class TestRoundTrip:
     def test_over_an_older_draft(self, tmp_path: Path) -> None:
         model = tiny_target()
         save_draft(tiny_draft(model, num_layers=2), tmp_path / "draft")
-        (tmp_path / "draft" / "stale.txt").write_text("old")
+        for stale in ("generation_config.json", "model-00001-of-00002.safetensors", ".config.json.123"):
+            (tmp_path / "draft" / stale).write_text("old")
         save_draft(tiny_draft(model), tmp_path / "draft")
         assert auto_draft(tmp_path / "draft").config.num_hidden_layers == 1
         assert [p.name for p in tmp_path.iterdir()] == ["draft"]
@@ -359,6 +363,23 @@ for attempt in (
 """
 
 
+def write_and_die(place: Path, files: dict[str, str], operations: int) -> NoReturn:
+    """In a process of its own: `files` replace what is in `place`, until so many operations on files are done."""
+    left = [operations]
+
+    def count(event: str, arguments: Any) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(9)
+
+    sys.addaudithook(count)
+    with replacing(place) as temporary:
+        for name, text in files.items():
+            (temporary / name).write_text(text)
+    os._exit(0)
+
+
 class TestWriting:
     def test_a_full_disk_leaves_what_was_there(self, tmp_path: Path) -> None:
         path = save_draft(tiny_draft(tiny_target()), tmp_path / "draft")
@@ -379,10 +400,13 @@ class TestWriting:
             write_text(tmp_path / "file" / "a.json", "x")
         assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
+    @pytest.mark.parametrize("there", [True, False])
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-    def test_any_failure_leaves_what_was_there(self, tmp_path: Path, error: type[BaseException]) -> None:
-        (tmp_path / "a").mkdir()
-        (tmp_path / "a" / "old").write_text("old")
+    def test_any_failure_leaves_what_was_there(self, tmp_path: Path, error: type[BaseException], there: bool) -> None:
+        if there:
+            (tmp_path / "a").mkdir()
+            (tmp_path / "a" / "config.json").write_text("old")
+        before = sorted(tmp_path.rglob("*"))
 
         def fail() -> None:
             with replacing(tmp_path / "a") as temporary:
@@ -391,15 +415,67 @@ class TestWriting:
 
         with pytest.raises(error):
             fail()
-        assert [p.relative_to(tmp_path).as_posix() for p in sorted(tmp_path.rglob("*"))] == ["a", "a/old"]
-
-    def test_what_cannot_be_replaced_is_put_back(self, tmp_path: Path) -> None:
-        """The new directory vanished meanwhile."""
-        (tmp_path / "a").mkdir()
-        (tmp_path / "a" / "old").write_text("old")
         with pytest.raises(ForedraftError, match="untouched"), replacing(tmp_path / "a") as temporary:
-            temporary.rmdir()
-        assert [p.relative_to(tmp_path).as_posix() for p in sorted(tmp_path.rglob("*"))] == ["a", "a/old"]
+            temporary.rmdir()  # it vanished meanwhile
+        assert sorted(tmp_path.rglob("*")) == before
+
+    def test_only_a_draft_is_replaced(self, tmp_path: Path) -> None:
+        draft = tiny_draft(tiny_target())
+        (tmp_path / "file").write_text("kept")
+        (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+        (tmp_path / "loop").symlink_to(tmp_path / "loop")
+        os.mkfifo(tmp_path / "pipe")
+        for name in ("file", "dangling", "loop", "pipe"):
+            with pytest.raises(ForedraftError, match=f"{name}' is no directory: name one, new or with a draft in it"):
+                save_draft(draft, tmp_path / name)
+        full = save_draft(draft, tmp_path / "full")
+        (full / "thesis.tex").write_text("kept")
+        (full / "checkpoint-7").mkdir()
+        before = {p: p.read_bytes() for p in full.rglob("*") if p.is_file()}
+        with pytest.raises(ForedraftError, match=r"full' holds more than a draft: checkpoint-7, thesis.tex\n  choose another"):
+            save_draft(tiny_draft(tiny_target(), seed=1), full)
+        assert {p: p.read_bytes() for p in full.rglob("*") if p.is_file()} == before
+        link = tmp_path / "link"
+        link.symlink_to(save_draft(draft, tmp_path / "real"))
+        save_draft(tiny_draft(tiny_target(), num_layers=2), link)
+        assert link.is_symlink()
+        assert auto_draft(tmp_path / "real").config.num_hidden_layers == 2
+
+    def test_one_writer_at_a_time(self, tmp_path: Path) -> None:
+        with replacing(tmp_path / "a") as temporary:
+            (temporary / "config.json").write_text("1")
+            with pytest.raises(ForedraftError, match="another process is writing to '.*a'"), replacing(tmp_path / "a"):
+                pass
+        assert [p.name for p in (tmp_path / "a").iterdir()] == ["config.json"]
+
+    @pytest.mark.parametrize("old", [None, ("config.json", "model-00001-of-00002.safetensors", "model.safetensors")])
+    def test_killed_anywhere(self, tmp_path: Path, old: tuple[str, ...] | None) -> None:
+        """Before each operation on files in turn: then the old draft is there or the new one, and the next save leaves no trace."""
+        new = {"config.json": "new", "model.safetensors": "new"}
+        states = []
+        for operations in itertools.count():
+            place = tmp_path / str(operations)
+            if old:
+                place.mkdir()
+            for name in old or ():
+                (place / name).write_text("old")
+            if killed := os.fork():
+                status = os.waitpid(killed, 0)[1]
+            else:
+                write_and_die(place, new, operations)
+            seen = {p.name: p.read_text() for p in place.glob("*") if p.is_file()}
+            assert "config.json" not in seen or seen in (new, dict.fromkeys(old or (), "old")), "others read half of each"
+            finish(place)
+            after = {p.name: p.read_text() for p in place.glob("*") if p.is_file()}
+            assert after in (new, dict.fromkeys(old or (), "old"))
+            states.append(after == new)
+            with replacing(place) as temporary:
+                (temporary / "config.json").write_text("newer")
+            assert [p.name for p in place.iterdir()] == ["config.json"]
+            if not status:
+                break
+        assert states == sorted(states), "once the new one is whole, it stays"
+        assert len(states) > 10
 
     def test_write_text(self, tmp_path: Path) -> None:
         write_text(tmp_path / "new" / "a.txt", "τ 2")

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import WEIGHTS, replacing
+from ..checkpoint import WEIGHTS
 from ..config import check_aux_layers
 from ..errors import ForedraftError
 from ..layouts import architecture_of
+from ..writing import check_new, replacing
 from .checkpoint import SIDE_FILE
 from .finding import Finding
 from .pair import EMBEDDING
@@ -60,8 +61,7 @@ def mend(subject: Subject, findings: Iterable[Finding], out: str | Path) -> list
     from safetensors.torch import save_file
 
     draft, out = subject.draft, Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ForedraftError(f"'{out}' is there already: name a new directory for the mended copy")
+    check_new(out)
     if unread := [f.found for f in draft.findings]:
         raise ForedraftError(f"'{draft.path}' cannot be mended, as it could not be read: {unread[0]}")
     mended = Copy(subject, copy.deepcopy(dict(draft.config)))

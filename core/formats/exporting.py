@@ -10,10 +10,11 @@ from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..auto import auto_draft
-from ..checkpoint import WEIGHTS, read_config, replacing
+from ..checkpoint import WEIGHTS, read_config
 from ..draft import TARGET_HEAD, BaseDraft
 from ..errors import ForedraftError, nearest
 from ..registry import Registry
+from ..writing import check_new, replacing
 from .peers import KINDS
 
 LAYER_FIELDS = (
@@ -53,8 +54,7 @@ def export_draft(
     """
     if form not in FORMATS:
         raise ForedraftError(f"unknown format '{form}'{nearest(form, FORMATS)} (known: {', '.join(FORMATS)})")
-    if Path(out).exists():
-        raise ForedraftError(f"'{out}' is there already: choose another place")
+    check_new(out)
     if "foredraft" not in read_config(source):
         raise ForedraftError(f"'{source}' is no draft of foredraft's: its config.json has no 'foredraft' entry")
     draft = auto_draft(source, registry=registry)

@@ -20,6 +20,7 @@ from ..layouts import MOST
 from ..protocols import AlgorithmBase
 from ..registry import Registry, default_registry
 from ..target import load_target
+from ..writing import check_new
 from .fields import DraftFields
 from .peers import Kind, Peer, recognise
 
@@ -43,8 +44,7 @@ def import_draft(source: str | Path, out: str | Path, target: str, registry: Reg
     `target` gives the draft its vocabulary and the width of what it reads, and the embedding and head where the file has none. Nothing
     of the checkpoint's author runs. Raises `ForedraftError` for what is not recognised, damaged, or beyond what a draft of ours computes.
     """
-    if Path(out).exists():
-        raise ForedraftError(f"'{out}' is there already: choose another place")
+    check_new(out)
     checkpoint = Checkpoint.open(source)
     if checkpoint.findings:
         raise ForedraftError(f"'{source}' cannot be read:\n" + "\n".join(f"  {f.found}; {f.mend}" for f in checkpoint.findings))
