@@ -63,7 +63,8 @@ def finish(path: str | Path, locked: bool = False) -> None:
             return
         if not locked:
             with _locked(path, wait=True):
-                return finish(path, locked=True)
+                finish(path, locked=True)
+            return
         if whole.is_dir():
             # Without its config.json nobody takes what is left for a draft.
             for file in sorted(path.iterdir(), key=lambda file: file.name != "config.json"):

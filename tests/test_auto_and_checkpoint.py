@@ -444,7 +444,7 @@ class TestWriting:
     def test_one_writer_at_a_time(self, tmp_path: Path) -> None:
         with replacing(tmp_path / "a") as temporary:
             (temporary / "config.json").write_text("1")
-            with pytest.raises(ForedraftError, match="another process is writing to '.*a'"), replacing(tmp_path / "a"):
+            with pytest.raises(ForedraftError, match=r"another process is writing to '.*a'"), replacing(tmp_path / "a"):
                 pass
         assert [p.name for p in (tmp_path / "a").iterdir()] == ["config.json"]
 
