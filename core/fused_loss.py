@@ -23,7 +23,7 @@ def fused_cross_entropy(
     weights: Sequence[Tensor],
     draft_ids_W: Tensor,
 ) -> Step:
-    """As `cross_entropy`, with the same loss, gradients and metrics up to rounding.
+    """As `cross_entropy`, with the same loss, gradients and metrics up to rounding, whatever the teacher's distribution sums to.
 
     `parameters` are those that `compute_logits` reads and that are trained. The gradient is formed in the forward pass, where
     the logits are: draft logits live one chunk at a time.
@@ -76,7 +76,8 @@ class _FusedLoss(torch.autograd.Function):
                 q_NW = log_q_NW.exp_()
                 sums[2, step] += torch.minimum(p_NW * scored.teacher.mass(rows)[:, None], q_NW).sum()
                 if wanted:
-                    d_logits_NW = q_NW.sub_(p_NW).mul_(weight_N[:, None]).to(logits_NW.dtype)
+                    # The gradient of -(p · log q) is q Σp - p: a teacher restricted to its top tokens does not sum to one.
+                    d_logits_NW = q_NW.mul_(p_NW.sum(-1, keepdim=True)).sub_(p_NW).mul_(weight_N[:, None]).to(logits_NW.dtype)
                     d_state, *d_chunk = torch.autograd.grad(logits_NW, [state_ND, *parameters], d_logits_NW)
                     d_states_ND[part] = d_state  # type: ignore[index]
                     for total, d in zip(d_parameters, d_chunk, strict=True):

@@ -24,7 +24,7 @@ class Supervisor(Protocol):
         ...
 
     def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
-        """The distribution over the draft vocabulary, normalised there, at some of the rows; float32 [N, W]."""
+        """What the draft is to learn over its vocabulary, at some of the rows; float32 [N, W], as a rule summing to one."""
         ...
 
     def mass(self, rows_N: Tensor) -> Tensor:

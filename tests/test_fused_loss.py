@@ -18,9 +18,17 @@ SIZES = (7, 0, 5, 1, 0)  # rows per step; empty steps in the middle and at the e
 TEACHERS = 9
 
 
-def make_draft(norm_output: bool) -> Any:
-    """A draft that names 20 of 50 tokens; its final norm is not the identity."""
-    draft = tiny_draft(MODEL, draft_vocab_size=20, norm_output=norm_output)
+class TopTeacher(Teacher):
+    """HASS's: three of its tokens, not normalised anew."""
+
+    def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
+        p_NW = super().probabilities(rows_N, draft_ids_W)
+        return p_NW * (p_NW >= p_NW.topk(3).values[:, -1:])
+
+
+def make_draft(norm_output: bool, draft_vocab_size: int | None = 20) -> Any:
+    """A draft that names 20 of 50 tokens, or all; its final norm is not the identity."""
+    draft = tiny_draft(MODEL, draft_vocab_size=draft_vocab_size, norm_output=norm_output)
     torch.manual_seed(1)
     torch.nn.init.normal_(draft.norm.weight)
     return draft
@@ -31,17 +39,19 @@ def draft(request: pytest.FixtureRequest) -> Any:
     return make_draft(request.param)
 
 
-def problem(draft: Any, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """States, teacher and weights; a teacher row serves several steps, and some top tokens have no draft id."""
+def problem(
+    draft: Any, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32, teacher: type[Teacher] = Teacher
+) -> dict[str, Any]:
+    """States, teacher and weights; a teacher row serves several steps, and some top tokens have no draft id if the vocabulary is reduced."""
     torch.manual_seed(2)
     logits_RV = torch.randn(TEACHERS, 50) * 3
     top_R = logits_RV.argmax(-1)
     named = torch.isin(top_R, draft.draft_ids)
     assert named.any()
-    assert not named.all()
+    assert named.all() == (not draft.config.has_reduced_vocabulary)
     return {
         "states": [torch.randn(n, 32, dtype=dtype, requires_grad=True) for n in sizes],
-        "teacher": Teacher(logits_RV[:, draft.draft_ids], top_R, logits_RV.logsumexp(-1)),
+        "teacher": teacher(logits_RV[:, draft.draft_ids], top_R, logits_RV.logsumexp(-1)),
         "teacher_rows": [torch.randint(TEACHERS, (n,)) for n in sizes],
         "weights": [torch.rand(n) for n in sizes],
     }
@@ -62,10 +72,17 @@ def all_gradients(draft: Any, p: dict[str, Any], loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [*p["states"], *draft.head_parameters()], allow_unused=False))
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 256])
-def test_equals_the_plain_loss(draft: Any, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("teacher", [Teacher, TopTeacher])
+@pytest.mark.parametrize("draft_vocab_size", [20, None], ids=["reduced", "whole"])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 256])
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_equals_the_plain_loss(
+    norm_output: bool, chunk: int, draft_vocab_size: int | None, teacher: type[Teacher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher that does not sum to one included."""
     monkeypatch.setattr("foredraft.fused_loss.CHUNK", chunk)
-    p = problem(draft)
+    draft = make_draft(norm_output, draft_vocab_size)
+    p = problem(draft, teacher=teacher)
     ours, theirs = fused(draft, p), plain(draft, p)
     assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-6)
     assert tuple(ours.metrics) == tuple(theirs.metrics) == METRICS
