@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foredraft import AlgorithmBase, Conversations, DraftCollator, ForedraftError, pack
 from foredraft.data import Renderer
-from foredraft.data.collate import positions_within
+from foredraft.data.collate import positions_within, seed_of
 from foredraft.data.regenerate import regenerate
 
 Messages = list[dict[str, Any]]
@@ -293,6 +293,7 @@ class TestCollator:
         assert first != second
         others = [self.draw(0, seed=1)[0], self.draw(0, epoch=1)[0], self.draw(0, seed=1, epoch=1)[0]]
         assert len({tuple(d) for d in [first, second, *others]}) == 5
+        assert seed_of(3, 1, 7) == 6653822070384782430  # in every version of Python
 
     def test_positions_restart_with_each_document(self) -> None:
         documents = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 2, 2, 2, 2, 2]])

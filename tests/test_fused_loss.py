@@ -42,7 +42,7 @@ def draft(request: pytest.FixtureRequest) -> Any:
 def problem(
     draft: Any, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32, teacher: type[Teacher] = Teacher
 ) -> dict[str, Any]:
-    """States, teacher and weights; a teacher row serves several steps, and some top tokens have no draft id if the vocabulary is reduced."""
+    """States, teacher and weights; a teacher row serves several steps; a reduced vocabulary lacks some top tokens."""
     torch.manual_seed(2)
     logits_RV = torch.randn(TEACHERS, 50) * 3
     top_R = logits_RV.argmax(-1)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rigged import arguments, letter_tokenizer, predictable_target, trainer_of, written_rows
+from safetensors.torch import load_file, save_file
 from tiny import tiny_batch, tiny_draft, tiny_rows, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
@@ -21,6 +22,7 @@ from train_two_ranks import run as run_on_ranks
 from transformers import TrainerCallback
 
 from foredraft import Conversations, DraftTrainer, DraftTrainingArguments, ForedraftError, Signal, Target, auto_draft, pack
+from foredraft.registry import default_registry
 from foredraft.training import CachedTarget, NonFiniteLoss
 from foredraft.training.resume import checkpoints_of, latest_complete
 
@@ -335,9 +337,14 @@ class TestCachedTarget:
         monkeypatch.setattr(Target, "capture", counting)
         return iter([calls])
 
-    def test_gives_the_same_signal(self, batch: dict[str, Any], tmp_path: Path) -> None:
-        expected = Target(MODEL, self.LAYERS).capture(batch)
-        target = CachedTarget(MODEL, self.LAYERS, tmp_path)
+    @pytest.mark.parametrize("algorithm", default_registry().algorithms())
+    def test_gives_the_same_signal(self, algorithm: str, tmp_path: Path) -> None:
+        """At every position that a plan may ask for, spans or not."""
+        draft = tiny_draft(MODEL, algorithm, **({"num_layers": 1} if algorithm in ("dflash", "peagle") else {}))
+        batch = tiny_batch(draft.algorithm, ROWS[:3])
+        batch["teacher_rows"] = torch.randperm(batch["input_ids"].numel())
+        expected = Target(MODEL, draft.config.aux_layers).capture(batch)
+        target = CachedTarget(MODEL, draft.config.aux_layers, tmp_path)
         for _ in range(2):
             signal = target.capture(batch)
             for name in ("aux_BSA", "hidden_BST", "top_R", "logsumexp_R"):
@@ -362,12 +369,14 @@ class TestCachedTarget:
         (calls,) = computed
         target = CachedTarget(MODEL, self.LAYERS, tmp_path)
         target.capture(self.batch_of(ROWS[:1]))
-        for name, value in (("input_ids", 33), ("spans", -1), ("documents", 1)):
+        for name, value in (("input_ids", 33), ("documents", 1)):
             row = {**ROWS[0], name: [*ROWS[0][name][:-1], value]}
             signal, expected = target.capture(self.batch_of([row])), Target(MODEL, self.LAYERS).capture(self.batch_of([row]))
             assert_close(signal.aux_BSA, expected.aux_BSA, rtol=0, atol=0)
             assert_close(signal.top_R, expected.top_R)
-        assert len(calls) == 1 + 2 * 3
+        assert len(calls) == 1 + 2 * 2
+        target.capture(self.batch_of([{**ROWS[0], "spans": [-1, *ROWS[0]["spans"][:-1]]}]))  # the target reads no spans
+        assert len(calls) == 1 + 2 * 2
 
     def test_another_target_is_computed(self, batch: dict[str, Any], tmp_path: Path, computed: Any) -> None:
         (calls,) = computed
@@ -397,10 +406,17 @@ class TestCachedTarget:
         assert_close(CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch).aux_BSA, expected.aux_BSA, rtol=0, atol=0)
         assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
-    def test_damaged_files_are_computed_anew(self, batch: dict[str, Any], tmp_path: Path) -> None:
+    DAMAGE: Mapping[str, Any] = {
+        "cut": lambda file: file.write_bytes(file.read_bytes()[:-7]),
+        "a tensor less": lambda file: save_file({n: t for n, t in load_file(file).items() if n != "top"}, file),
+        "another length": lambda file: save_file({n: t[:-1].clone() for n, t in load_file(file).items()}, file),
+    }
+
+    @pytest.mark.parametrize("damage", DAMAGE)
+    def test_damaged_files_are_computed_anew(self, batch: dict[str, Any], tmp_path: Path, damage: str) -> None:
         expected = CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
         for file in tmp_path.glob("*.safetensors"):
-            file.write_bytes(file.read_bytes()[:-7])
+            self.DAMAGE[damage](file)
         again = CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
         assert torch.equal(again.aux_BSA, expected.aux_BSA)
         assert torch.equal(again.logsumexp_R, expected.logsumexp_R)

@@ -1,5 +1,6 @@
 """From packed rows to a batch, with all that the algorithm draws for it."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,13 @@ class DraftCollator:
         """`input_ids`, `documents`, `spans`, `positions` [B, S], `row` [B], and the plan."""
         batch: dict[str, Any] = {key: torch.tensor([r[key] for r in rows]) for key in ("input_ids", "documents", "spans", "row")}
         batch["positions"] = positions_within(batch["documents"])
-        generators = [Generator().manual_seed(hash((self.seed, self.epoch, row)) % 2**63) for row in batch["row"].tolist()]
+        generators = [Generator().manual_seed(seed_of(self.seed, self.epoch, row)) for row in batch["row"].tolist()]
         return {**batch, **self.algorithm.plan(batch, generators)}
+
+
+def seed_of(*parts: object) -> int:
+    """A seed below 2^63 that follows from `parts`, in every version of Python and on every machine."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1
 
 
 def positions_within(documents_BS: Tensor) -> Tensor:

@@ -16,12 +16,15 @@ from ..errors import ForedraftError
 from ..protocols import Batch
 from ..target import Signal, Target
 
+NAMES = ("aux", "hidden", "top", "logsumexp")
+"""The tensors of a file: aux states [S, A], hidden states [S, T], and the teacher's top token and normaliser [S]."""
+
 
 class CachedTarget(Target):
     """A `Target` whose `capture` keeps one safetensors file per row under `directory`: S × (A + T) values in the target's dtype.
 
-    Files are named by target (its config and a sample of its weights), aux layers, dtype and row content, so that a changed row or target
-    never meets a stale file.
+    Files are named by target (its config and a sample of its weights), aux layers, dtype and the row's documents, so that a changed row or
+    target never meets a stale file; what is supervised may change, since the teacher is kept at every position.
     """
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], directory: str | Path):
@@ -34,47 +37,42 @@ class CachedTarget(Target):
     def capture(self, batch: Batch) -> Signal:
         """As `Target.capture`."""
         files = [self._file(batch, b) for b in range(len(batch["input_ids"]))]
-        rows = [_read(file) for file in files]
+        rows = [self._read(file, batch["input_ids"].shape[1]) for file in files]
         if missing := [b for b, row in enumerate(rows) if row is None]:
             for b, row in zip(missing, self._compute(batch, missing), strict=True):
                 rows[b] = row
                 _write(files[b], row)
         device = batch["input_ids"].device
-        stacked = {name: torch.stack([row[name] for row in rows if row]).to(device) for name in ("aux", "hidden", "top", "logsumexp")}
+        stacked = {name: torch.stack([row[name] for row in rows if row]).to(device) for name in NAMES}
         at_R = batch["teacher_rows"]
         return Signal(stacked["aux"], stacked["hidden"], stacked["top"].flatten()[at_R], stacked["logsumexp"].flatten()[at_R], self)
 
     def _compute(self, batch: Batch, rows: list[int]) -> list[dict[str, Tensor]]:
-        """Run the target over some rows; the teacher's top token and normaliser are taken wherever a span is supervised."""
-        part: dict[str, Any] = {name: batch[name][rows] for name in ("input_ids", "positions", "spans")}
-        part["teacher_rows"] = (part["spans"] >= 0).flatten().nonzero()[:, 0]
+        """Run the target over some rows, with the teacher at every position: any may be asked for, by another plan or in another epoch."""
+        part: dict[str, Any] = {name: batch[name][rows] for name in ("input_ids", "positions")}
+        part["teacher_rows"] = torch.arange(part["input_ids"].numel(), device=part["input_ids"].device)
         signal = super().capture(part)
-        top = self._spread(part, signal.top_R)
-        logsumexp = self._spread(part, signal.logsumexp_R)
+        top_BS, logsumexp_BS = (t.view_as(part["input_ids"]) for t in (signal.top_R, signal.logsumexp_R))
         return [
-            {name: t.contiguous().cpu() for name, t in zip(("aux", "hidden", "top", "logsumexp"), row, strict=True)}
-            for row in zip(signal.aux_BSA, signal.hidden_BST, top, logsumexp, strict=True)
+            {name: t.contiguous().cpu() for name, t in zip(NAMES, row, strict=True)}
+            for row in zip(signal.aux_BSA, signal.hidden_BST, top_BS, logsumexp_BS, strict=True)
         ]
-
-    @staticmethod
-    def _spread(part: dict[str, Any], values_R: Tensor) -> Tensor:
-        flat = values_R.new_zeros(part["input_ids"].numel())
-        flat[part["teacher_rows"]] = values_R
-        return flat.view_as(part["input_ids"])
 
     def _file(self, batch: Batch, row: int) -> Path:
         digest = hashlib.sha1(self._salt)
-        for name in ("input_ids", "documents", "spans"):
+        for name in ("input_ids", "documents"):
             digest.update(batch[name][row].cpu().numpy().tobytes())
         return self.directory / f"{digest.hexdigest()}.safetensors"
 
-
-def _read(file: Path) -> dict[str, Tensor] | None:
-    """The row, or None if it is not there or damaged."""
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError):
-        return None
+    def _read(self, file: Path, length: int) -> dict[str, Tensor] | None:
+        """The row, or None if it is not there, damaged, or not what a row of so many tokens holds."""
+        try:
+            row = load_file(file)
+        except (OSError, SafetensorError):
+            return None
+        width = self.model.config.get_text_config().hidden_size
+        shapes = ((length, len(self.aux_layers) * width), (length, width), (length,), (length,))
+        return row if {name: tuple(t.shape) for name, t in row.items()} == dict(zip(NAMES, shapes, strict=True)) else None
 
 
 def _write(file: Path, row: dict[str, Tensor]) -> None:
