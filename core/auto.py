@@ -13,6 +13,7 @@ from .draft import BaseDraft
 from .errors import ForedraftError, nearest
 from .protocols import AlgorithmBase, DraftSpec
 from .registry import Registry, default_registry
+from .target import load_config
 
 DEFAULT_ALGORITHM = "eagle3"
 
@@ -41,10 +42,7 @@ def auto_draft(
     if isinstance(config, str | Path):
         if (Path(config) / "config.json").exists() and (made := read_config(config).get("foredraft")):
             return _recorded(load_draft(config, registry, _settled(made, algorithm, options, asked, registry)), options)
-        try:
-            source, config = config, AutoConfig.from_pretrained(str(config))
-        except (OSError, ValueError) as error:
-            raise ForedraftError(f"no target or draft at '{config}': {error}") from error
+        source, config = config, load_config(str(config))
         if hasattr(config, "foredraft"):
             raise ForedraftError(f"'{source}' is a draft on the hub: download it (`hf download {source}`) and name the directory")
     elif isinstance(config, Mapping):

@@ -9,16 +9,23 @@ import torch
 from .auto import DEFAULT_ALGORITHM, auto_draft
 from .checkpoint import read_config
 from .draft import BaseDraft
+from .loading import PLAIN, Loading
 from .registry import default_registry
+from .target import load_config
 
 
 def describe(
-    name: str, algorithm: str | None = None, draft_vocab_size: int | None = None, rows: int = 1, length: int = 2048
+    name: str,
+    algorithm: str | None = None,
+    draft_vocab_size: int | None = None,
+    rows: int = 1,
+    length: int = 2048,
+    loading: Loading = PLAIN,
 ) -> dict[str, str]:
     """Title → text, for a target or a draft at `name`. Raises what `auto_draft` raises."""
     is_draft = (Path(name) / "config.json").exists() and "foredraft" in read_config(name)
     with nullcontext() if is_draft else torch.device("meta"):  # a draft is loaded, so that what is wrong with it shows
-        draft = auto_draft(name, algorithm, draft_vocab_size=draft_vocab_size)
+        draft = auto_draft(name if is_draft else load_config(name, loading), algorithm, draft_vocab_size=draft_vocab_size)
     config, made = draft.config, draft.config.foredraft
     target = made["target"]
     trained = sum(p.numel() for n, p in draft.named_parameters() if not n.startswith("embed_tokens"))

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Generator, Tensor, nn
+
+from .frozen import Frozen
 
 if TYPE_CHECKING:
     from .draft import BaseDraft
@@ -19,12 +21,6 @@ if TYPE_CHECKING:
 Batch = Mapping[str, Any]
 """A collated batch: `input_ids`, `positions`, `documents`, `spans` (each [B, S], see `foredraft.data`), `row` [B], and what the
 algorithm's `plan` added."""
-
-
-class Frozen(BaseModel):
-    """A configuration value: immutable, and strict about its keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class DraftSpec(Frozen):

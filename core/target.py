@@ -1,17 +1,23 @@
 """The frozen target: what it says of a batch (`Signal`), from its own modules."""
 
+import json
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import find_adapter_config_file
 
 from .config import check_aux_layers
 from .errors import ForedraftError
+from .loading import PLAIN, Loading
 from .protocols import Batch
+from .registry import default_registry
 
 # Rows of full-vocabulary logits alive at a time while the teacher's top token and normaliser are taken.
 CHUNK = 512
@@ -38,20 +44,59 @@ class Signal:
         return self.target.head(hidden_NT, ids_W)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the target in a directory or on the hub. Raises `ForedraftError` if there is none."""
+def load_config(name: str, loading: Loading = PLAIN) -> PretrainedConfig:
+    """The config of the target (or draft) in a directory or on the hub. Raises `ForedraftError` if there is none."""
+    default_registry()  # a plugin may bring the classes of its targets
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(name, **loading.source)
+        model = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+        if loading.trust_remote_code and model:  # AutoModel registers it as it loads; drafts are planned before that
+            cls = get_class_from_dynamic_module(model, name, **{"revision": loading.revision} if loading.revision else {})
+            AutoModelForCausalLM.register(type(config), cls, exist_ok=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ForedraftError(f"no target or draft at '{name}': {_base_of(name, loading) or error}") from error
+    return config
+
+
+def load_tokenizer(name: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBase:
+    """The tokenizer of the target in a directory or on the hub. Raises `ForedraftError` if there is none."""
+    default_registry()
+    try:
+        return AutoTokenizer.from_pretrained(name, **loading.source)
+    except (OSError, ValueError, ImportError) as error:
         raise ForedraftError(f"the tokenizer of target '{name}' could not be loaded: {error}") from error
 
 
-def load_target(name: str, dtype: str) -> PreTrainedModel:
-    """The target in a directory or on the hub, on the CPU. Raises `ForedraftError` if it is not there."""
+def load_target(name: str, dtype: str, loading: Loading = PLAIN) -> PreTrainedModel:
+    """The target in a directory or on the hub, on the CPU unless a device map says where. Raises `ForedraftError` if it is not there."""
+    load_config(name, loading)
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError) as error:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **loading.model)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ForedraftError(f"target '{name}' could not be loaded: {error}") from error
+    if loading.device_map is not None and not hasattr(model, "hf_device_map"):  # transformers notes a map of several devices alone
+        model.hf_device_map = {"": model.device}
+    return model
+
+
+def place(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
+    """`model` on `device`, unless a device map has put its parts where they belong."""
+    return model if hasattr(model, "hf_device_map") else model.to(device)
+
+
+def _base_of(name: str, loading: Loading) -> str | None:
+    """What to do about weights that peft wrote for another model; None if there is no such thing at `name`."""
+    try:
+        file = find_adapter_config_file(name, **{"revision": loading.revision} if loading.revision else {})
+        base = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path") if file else None
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not file:
+        return None
+    return (
+        f"it is a LoRA adapter for {base or 'a model that it does not name'}, no model of its own: merge them, and name what comes out\n"
+        f"  AutoPeftModelForCausalLM.from_pretrained('{name}').merge_and_unload().save_pretrained('merged'), and the tokenizer beside it"
+    )
 
 
 class Target:
@@ -103,9 +148,10 @@ class Target:
         head = self.model.get_output_embeddings()
         weight, bias = head.weight, head.bias
         if ids_W is not None and len(ids_W) < len(weight):
+            ids_W = ids_W.to(weight.device)
             weight, bias = weight[ids_W], None if bias is None else bias[ids_W]
         with torch.autocast(weight.device.type, enabled=False):  # the target keeps its own precision inside a draft's autocast
-            logits = F.linear(hidden_NT.to(weight.dtype), weight, bias).float() * self._multiplier
+            logits = F.linear(hidden_NT.to(weight.device, weight.dtype), weight, bias).to(hidden_NT.device).float() * self._multiplier
         return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
 
     @torch.no_grad()
@@ -114,8 +160,10 @@ class Target:
 
         transformers tells documents apart by positions that restart (no attention mask given); its flash attention does so
         for a single row only, so there the batch becomes one. Families that don't (ALiBi, recurrent layers) see a document a row.
+        What it says comes back to the batch's device, wherever its own parts are.
         """
-        ids_BS, positions_BS = batch["input_ids"], batch["positions"]
+        device = self.model.device
+        ids_BS, positions_BS = batch["input_ids"].to(device), batch["positions"].to(device)
         with AuxCapture(self.model, self.aux_layers) as captured, torch.autocast(ids_BS.device.type, enabled=False):
             if self._packs:
                 shape = (1, -1) if "flash" in str(self.model.config._attn_implementation) else ids_BS.shape
@@ -128,7 +176,7 @@ class Target:
                 ids_NL[number, offset] = ids_BS.flatten()
                 out = self.decoder(input_ids=ids_NL, use_cache=False)
                 states = captured.aux_BSA[number, offset], out.last_hidden_state[number, offset]
-        aux_BSA, hidden_BST = (s.view(*ids_BS.shape, -1) for s in states)
+        aux_BSA, hidden_BST = (s.view(*ids_BS.shape, -1).to(batch["input_ids"].device) for s in states)
         return self.signal(aux_BSA, hidden_BST, batch["teacher_rows"])
 
     @torch.no_grad()
@@ -151,10 +199,14 @@ class Target:
 
     @torch.no_grad()
     def _check_head(self) -> None:
+        if self.embedding_weight.is_meta or self.head_weight.is_meta:
+            raise ForedraftError(
+                "the target's embedding or head is offloaded, and drafts read both: keep them on a device, by device_map or more memory"
+            )
         ids = torch.arange(1, 5, device=self.model.device)[None] % self.embedding_weight.shape[0]
         with torch.autocast(ids.device.type, enabled=False):
             theirs = self.model(input_ids=ids, use_cache=False).logits.float()
-            ours = self.head(self.decoder(input_ids=ids, use_cache=False).last_hidden_state)
+            ours = self.head(self.decoder(input_ids=ids, use_cache=False).last_hidden_state).to(theirs.device)
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
             raise ForedraftError(
                 f"the head of {type(self.model).__name__} is not understood: final hidden state × head differs from its logits by up to "
@@ -208,6 +260,7 @@ class AuxCapture:
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]):
         layers = decoder_layers(model)
+        self._device = model.device
         self._layers = {i: layers[i - 1] for i in aux_layers}
         self._states: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
@@ -224,8 +277,8 @@ class AuxCapture:
 
     @property
     def aux_BSA(self) -> Tensor:
-        """The concatenated aux states of the latest forward."""
-        return torch.cat([self._states[i] for i in self._layers], dim=-1)
+        """The concatenated aux states of the latest forward, on the device that the model reads its ids on."""
+        return torch.cat([self._states[i].to(self._device) for i in self._layers], dim=-1)
 
     def _keep(self, i: int, module: Any, arguments: Any, output: Any) -> None:
         self._states[i] = output[0] if isinstance(output, tuple | list) else output

@@ -257,7 +257,7 @@ class TestTrain:
         [
             (None, "No such file or directory"),
             ("a: [", "is no YAML"),
-            ("hello", "holds str, expected keys: target, output_dir, data"),
+            ("hello", "holds str, expected keys: "),
             ("{}", "target={}: Field required"),
         ],
     )

@@ -1,10 +1,14 @@
 """What several commands share: loading models, and options that mean the same everywhere."""
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import ForedraftError
+from ..loading import Loading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,8 +29,33 @@ DraftTokensOption = Annotated[
 ]
 
 
-def load_target(name: str, dtype: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The target, on the GPU if there is one, and its tokenizer. Raises `ForedraftError` if it is not there."""
+def loads_target(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with the fields of `Loading` as options, handed to it as `loading`."""
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=Annotated[
+                bool if field.annotation is bool else str | None, typer.Option(f"--{name.replace('_', '-')}", help=field.description)
+            ],
+        )
+        for name, field in Loading.model_fields.items()
+    ]
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        loading = Loading(**{option.name: given.pop(option.name) for option in options})
+        command(**given, loading=loading)
+
+    signature = inspect.signature(command, eval_str=True)
+    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in signature.parameters.items() if name != "loading"]
+    with_options.__dict__["__signature__"] = signature.replace(parameters=[*own, *options])
+    return with_options
+
+
+def load_target(name: str, dtype: str, loading: Loading) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The target, on the GPU if there is one and nothing else is asked for, and its tokenizer. Raises `ForedraftError` if there is none."""
     import torch
     from transformers.utils import logging
 
@@ -35,8 +64,8 @@ def load_target(name: str, dtype: str) -> "tuple[PreTrainedModel, PreTrainedToke
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ForedraftError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
     logging.disable_progress_bar()
-    tokenizer, model = target.load_tokenizer(name), target.load_target(name, dtype)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    tokenizer, model = target.load_tokenizer(name, loading), target.load_target(name, dtype, loading)
+    return target.place(model, "cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
 def load_draft_for(path: str, target: Any) -> "BaseDraft":

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
-from .common import DtypeOption, TargetOption, load_target
+from ..loading import Loading
+from .common import DtypeOption, TargetOption, load_target, loads_target
 
 
 def preview(
     source: Annotated[str, typer.Argument(help="JSONL, parquet or datasets source of conversations")],
     target: TargetOption,
+    loading: Loading,
     index: Annotated[int, typer.Option(min=0, help="which conversation to show")] = 0,
     length: Annotated[int, typer.Option("--max-length", min=8, help="tokens per packed row, for the summary")] = 1024,
 ) -> None:
@@ -24,7 +26,7 @@ def preview(
     from ..errors import ForedraftError
     from ..target import load_tokenizer
 
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(target, loading)
     conversations = Conversations.load(source)
     if index >= len(conversations):
         raise ForedraftError(f"--index {index}: '{source}' has {len(conversations)} conversations")
@@ -45,6 +47,7 @@ def regenerate(
     source: Annotated[str, typer.Argument(help="conversations or prompts to answer")],
     target: TargetOption,
     out: Annotated[Path, typer.Option(help="JSONL to write; one that is there is continued")],
+    loading: Loading,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
@@ -59,7 +62,7 @@ def regenerate(
 
     conversations = Conversations.load(source)
     conversations = Conversations(conversations[:limit], conversations.source)
-    model, tokenizer = load_target(target, dtype)
+    model, tokenizer = load_target(target, dtype, loading)
     written = run(
         model,
         tokenizer,
@@ -76,5 +79,5 @@ def regenerate(
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    app.command()(preview)
-    app.command()(regenerate)
+    app.command()(loads_target(preview))
+    app.command()(loads_target(regenerate))

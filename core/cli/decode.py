@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from ..errors import ForedraftError
-from .common import DraftOption, DraftTokensOption, DtypeOption, TargetOption, load_draft_for, load_target
+from ..loading import Loading
+from .common import DraftOption, DraftTokensOption, DtypeOption, TargetOption, load_draft_for, load_target, loads_target
 
 TreeOption = Annotated[
     str | None, typer.Option("--tree", metavar="DEPTH,TOP_K,NODES", help="draft trees of this shape instead of chains, such as 5,8,32")
@@ -19,6 +20,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="what to ask")],
     target: TargetOption,
     draft: DraftOption,
+    loading: Loading,
     num_draft_tokens: DraftTokensOption = 4,
     tree: TreeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
@@ -34,7 +36,7 @@ def generate(
     from ..decoding.evaluate import encode
 
     shape = TreeShape.parse(tree) if tree else None
-    model, tokenizer = load_target(target, dtype)
+    model, tokenizer = load_target(target, dtype, loading)
     drafter = load_draft_for(draft, model)
     ids = encode(tokenizer, [{"role": "user", "content": prompt}], model.device)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
@@ -63,6 +65,7 @@ def evaluate(
     target: TargetOption,
     draft: DraftOption,
     prompts: Annotated[list[Path], typer.Option(help="JSONL with prompt, turns (the first is asked) or messages; may be given again")],
+    loading: Loading,
     num_draft_tokens: DraftTokensOption = 4,
     tree: TreeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
@@ -87,7 +90,7 @@ def evaluate(
     if len(questions) < len(prompts):
         raise ForedraftError(f"prompt files are told apart by their names, found {', '.join(str(file) for file in prompts)}")
     shape = TreeShape.parse(tree) if tree else None
-    model, tokenizer = load_target(target, dtype)
+    model, tokenizer = load_target(target, dtype, loading)
     drafter = load_draft_for(draft, model)
     console = Console()
     results = {}
@@ -119,5 +122,5 @@ def evaluate(
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    app.command()(generate)
-    app.command("eval")(evaluate)
+    app.command()(loads_target(generate))
+    app.command("eval")(loads_target(evaluate))

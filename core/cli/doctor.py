@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..loading import Loading
+from .common import loads_target
+
 if TYPE_CHECKING:
     from ..doctor import Finding
 
@@ -13,6 +16,7 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 def doctor(
     draft: Annotated[str, typer.Argument(help="directory of a draft, ours or anybody's")],
+    loading: Loading,
     target: Annotated[
         str | None, typer.Option(help="directory or hub id of its target; without weights, only configs are compared")
     ] = None,
@@ -39,9 +43,9 @@ def doctor(
     engines = [registry.engine(name) for name in engine] if engine else list(registry.engines().values())
 
     def findings(path: str | Path) -> "list[Finding]":
-        subject = open_subject(path, target)
+        subject = open_subject(path, target, loading.revision)
         static = [*examine_subject(subject), *ask_engines(subject.draft, engines, asked=bool(engine))]
-        return worst_first([*static, *(measured(subject, prompts) if measure and subject.target else [])])
+        return worst_first([*static, *(measured(subject, prompts, loading) if measure and subject.target else [])])
 
     def show(path: str | Path) -> None:
         if as_json:
@@ -53,7 +57,7 @@ def doctor(
     found = findings(draft)
     if fix is not None:
         try:
-            done = mend(open_subject(draft, target), found, fix)
+            done = mend(open_subject(draft, target, loading.revision), found, fix)
             found = findings(fix)
         except ForedraftError:
             show(draft)
@@ -84,4 +88,4 @@ def _show(found: "list[Finding]", done: list[str], fix: Path | None) -> None:
 
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
-    app.command()(doctor)
+    app.command()(loads_target(doctor))

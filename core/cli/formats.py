@@ -5,13 +5,15 @@ from typing import Annotated
 
 import typer
 
-from .common import TargetOption
+from ..loading import Loading
+from .common import TargetOption, loads_target
 
 
 def import_(
     source: Annotated[Path, typer.Argument(help="directory of a draft by SafeAILab/EAGLE, SpecForge, NeMo, speculators or z-lab")],
     out: Annotated[Path, typer.Argument(help="where the draft of ours goes")],
     target: TargetOption,
+    loading: Loading,
 ) -> None:
     """Read another project's draft, told by its content, into a draft of ours."""
     from transformers.utils import logging
@@ -19,7 +21,7 @@ def import_(
     from ..formats import import_draft
 
     logging.disable_progress_bar()
-    done = import_draft(source, out, target)
+    done = import_draft(source, out, target, loading=loading)
     print(f"{done.path}: a draft by {done.algorithm}, from {done.peer}")
     for note in done.notes:
         print(f"  {note}")
@@ -47,5 +49,5 @@ def export(
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    app.command(name="import")(import_)
+    app.command(name="import")(loads_target(import_))
     app.command()(export)

@@ -5,9 +5,13 @@ from typing import Annotated
 
 import typer
 
+from ..loading import Loading
+from .common import loads_target
+
 
 def info(
     name: Annotated[str, typer.Argument(help="a target (directory or hub id) or a draft's directory")],
+    loading: Loading,
     algorithm: Annotated[str | None, typer.Option(help="algorithm to plan for, with a target")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="draft vocabulary to plan with, for a target")] = None,
     rows: Annotated[int, typer.Option(min=1, help="rows per batch, for the memory of a training step")] = 1,
@@ -20,7 +24,7 @@ def info(
     from ..describe import describe
 
     table = Table(show_header=False, box=None)
-    for key, value in describe(name, algorithm, draft_vocab_size, rows, length).items():
+    for key, value in describe(name, algorithm, draft_vocab_size, rows, length, loading).items():
         table.add_row(f"[bold]{key}[/]", value)
     Console().print(table)
 
@@ -75,6 +79,6 @@ def targets(
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    app.command()(info)
+    app.command()(loads_target(info))
     app.command()(plugins)
     app.command()(targets)

@@ -18,6 +18,7 @@ from ..decoding.evaluate import Prompt, encode
 from ..decoding.generate import check_pair
 from ..draft import BaseDraft
 from ..errors import ForedraftError
+from ..loading import PLAIN, Loading
 from ..losses import estimated_tau
 from ..target import Signal, Target, load_target, load_tokenizer
 from .finding import Finding, error, note, warning
@@ -64,7 +65,7 @@ class Acceptance:
         return f"τ {self.forced_tau:.2f} teacher-forced, {self.decoded_tau:.2f} decoded"
 
 
-def measured(subject: Subject, prompts: str | Path | None = None) -> list[Finding]:
+def measured(subject: Subject, prompts: str | Path | None = None, loading: Loading = PLAIN) -> list[Finding]:
     """What running the draft with its target finds; a note where one of them cannot be run. A peer's draft is read into ours first.
 
     Raises `ForedraftError` if the file of prompts cannot be read.
@@ -73,8 +74,8 @@ def measured(subject: Subject, prompts: str | Path | None = None) -> list[Findin
         return [_unmeasured("no weights of the target are at hand")]
     target_path = str(subject.target.path)
     try:
-        tokenizer, target = load_tokenizer(target_path), load_target(target_path, "auto").eval()
-        draft = _load(subject, target_path).to(target.dtype).eval()
+        tokenizer, target = load_tokenizer(target_path, loading), load_target(target_path, "auto", loading).eval()
+        draft = _load(subject, target_path, loading).to(target.device, target.dtype).eval()
     except Exception as problem:  # whatever a checkpoint that the other checks found broken makes a loader raise
         return [_unmeasured(str(problem) or type(problem).__name__)]
     asked = read_prompts(tokenizer, prompts)
@@ -84,13 +85,13 @@ def measured(subject: Subject, prompts: str | Path | None = None) -> list[Findin
         return [_unmeasured(f"{type(problem).__name__}: {problem}"[:300])]
 
 
-def _load(subject: Subject, target: str) -> BaseDraft:
+def _load(subject: Subject, target: str, loading: Loading) -> BaseDraft:
     if subject.made:
         return auto_draft(subject.draft.path)
     from ..formats import import_draft
 
     with TemporaryDirectory() as folder:
-        return auto_draft(import_draft(subject.draft.path, Path(folder) / "draft", target).path)
+        return auto_draft(import_draft(subject.draft.path, Path(folder) / "draft", target, loading=loading).path)
 
 
 def _unmeasured(why: str) -> Finding:

@@ -21,13 +21,13 @@ def examine(draft: str | Path, target: str | Path | None = None) -> list[Finding
     return examine_subject(open_subject(draft, target))
 
 
-def open_subject(draft: str | Path, target: str | Path | None = None) -> Subject:
+def open_subject(draft: str | Path, target: str | Path | None = None, revision: str | None = None) -> Subject:
     """A draft's directory and its target's, or the target's id on the hub, opened. Raises `ForedraftError` if one is not there."""
     if target is not None and not Path(target).is_dir():
         from huggingface_hub import snapshot_download
 
         try:
-            target = snapshot_download(str(target), allow_patterns=["*.json", "*.jinja", "*.safetensors"])
+            target = snapshot_download(str(target), revision=revision, allow_patterns=["*.json", "*.jinja", "*.py", "*.safetensors"])
         except (OSError, ValueError) as error:
             raise ForedraftError(f"no target at '{target}', neither a directory nor on the hub: {str(error)[:200]}") from error
     return Subject(Checkpoint.open(draft), Checkpoint.open(target) if target else None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ..auto import make_algorithm
 from ..checkpoint import save_draft
@@ -17,9 +17,10 @@ from ..draft import TARGET_HEAD, BaseDraft
 from ..errors import ForedraftError
 from ..grouped_query import GroupedQueryDraft
 from ..layouts import MOST
+from ..loading import PLAIN, Loading
 from ..protocols import AlgorithmBase
 from ..registry import Registry, default_registry
-from ..target import load_target
+from ..target import load_config, load_target
 from ..writing import check_new
 from .fields import DraftFields
 from .peers import Kind, Peer, recognise
@@ -38,7 +39,7 @@ class Imported:
     """What was filled in, left out or taken in a sense of its own."""
 
 
-def import_draft(source: str | Path, out: str | Path, target: str, registry: Registry | None = None) -> Imported:
+def import_draft(source: str | Path, out: str | Path, target: str, registry: Registry | None = None, loading: Loading = PLAIN) -> Imported:
     """Write the draft in `source`, in any format of `PEERS`, to `out` as a draft of ours for `target` (directory or hub id).
 
     `target` gives the draft its vocabulary and the width of what it reads, and the embedding and head where the file has none. Nothing
@@ -52,7 +53,7 @@ def import_draft(source: str | Path, out: str | Path, target: str, registry: Reg
         raise ForedraftError(f"'{source}' is a draft of foredraft's already: use it as it is")
     if (checkpoint.path / SIDE_FILE).exists():
         raise ForedraftError(f"'{source}' holds {SIDE_FILE}: its mask token has an embedding of its own; ours is the target's")
-    work = _Import(checkpoint, *recognise(checkpoint.config, checkpoint.tensors), target, registry or default_registry())
+    work = _Import(checkpoint, *recognise(checkpoint.config, checkpoint.tensors), target, registry or default_registry(), loading)
     draft = work.draft()
     save_draft(draft, out, work.state(draft))
     return Imported(Path(out), work.peer.name, work.kind.name, tuple(work.notes))
@@ -70,6 +71,7 @@ class _Import:
     """Its tensors' names by ours."""
     target: str
     registry: Registry
+    loading: Loading
     notes: list[str] = field(default_factory=list)
 
     @cached_property
@@ -78,10 +80,7 @@ class _Import:
 
     @cached_property
     def target_config(self) -> PretrainedConfig:
-        try:
-            config = AutoConfig.from_pretrained(self.target)
-        except (OSError, ValueError) as error:
-            raise ForedraftError(f"no target at '{self.target}': {error}") from error
+        config = load_config(self.target, self.loading)
         if hasattr(config, "foredraft"):
             raise ForedraftError(f"'{self.target}' is a draft: --target names the model it drafts for")
         return config
@@ -89,7 +88,7 @@ class _Import:
     @cached_property
     def target_model(self) -> Any:
         """Loaded only where its embedding or head is needed."""
-        return load_target(self.target, "auto")
+        return load_target(self.target, "auto", self.loading)
 
     def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
         """The shape of a tensor of the file, by our name. Raises `ForedraftError` if it is not there, or no matrix."""

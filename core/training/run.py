@@ -27,7 +27,7 @@ def train(config: RunConfig) -> Path:
     torch.set_float32_matmul_precision(config.matmul_precision)
     arguments = _arguments(config)
     _check_resume(config)
-    tokenizer, model = load_tokenizer(config.target), load_target(config.target, config.target_dtype)
+    tokenizer, model = load_tokenizer(config.target, config), load_target(config.target, config.target_dtype, config)
     conversations, held_out = load_split(config.data)
     rows = pack(conversations, tokenizer, config.data.max_length)
     eval_rows = pack(held_out, tokenizer, config.data.max_length) if held_out else None

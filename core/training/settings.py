@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from ..auto import DEFAULT_ALGORITHM, describe_validation, make_algorithm
 from ..errors import ForedraftError, nearest
+from ..loading import Loading
 from ..protocols import Frozen
 from ..registry import default_registry
 from .trainer import DraftTrainingArguments
@@ -27,8 +28,8 @@ class DataConfig(Frozen):
     max_length: int = Field(1024, ge=8, description="tokens per packed row; longer conversations are cut")
 
 
-class RunConfig(Frozen):
-    """A whole training run."""
+class RunConfig(Loading):
+    """A whole training run; what it inherits says how its target is loaded."""
 
     target: str = Field(description="directory or hub id of the target")
     output_dir: str = Field(description="checkpoints, the finished draft (draft/), training.json and training.png go here")

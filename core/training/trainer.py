@@ -15,7 +15,7 @@ from ..data import DraftCollator
 from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..losses import estimated_tau
-from ..target import Target
+from ..target import Target, place
 from .progress import DraftPrinter, DraftProgress, SeedByEpoch
 from .resume import latest_complete
 
@@ -65,7 +65,7 @@ class DraftTrainer(Trainer):
         self._bad_rows: Tensor | None = None
         kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed))
         super().__init__(model=model, args=args, **kwargs)
-        self.target.model.to(self.args.device)
+        place(self.target.model, self.args.device)
         # The loss divides by counts of the whole accumulated batch (see _get_num_items_in_batch), so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self.add_callback(SeedByEpoch)
