@@ -1,8 +1,10 @@
 """`DraftTrainer`: transformers' Trainer, with a frozen target beside the model and a loss divided by global counts."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import SafetensorError
@@ -112,6 +114,12 @@ class DraftTrainer(Trainer):
             return None
         counts = torch.stack([batch["counts"] for batch in batch_samples]).sum(0).to(device)
         return self.accelerator.reduce(counts, "sum")
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer reads config.json, to warn of other versions, as a bare PreTrainedConfig, which scaled RoPE breaks: here, as ours."""
+        with patch("transformers.trainer.PreTrainedConfig", type(self.model.config)), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*rope_scaling.*", category=FutureWarning)  # as in load_draft
+            super()._load_from_checkpoint(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._raise_if_bad()

@@ -1,0 +1,83 @@
+"""What outlives a training: checkpoints that resume under every adapter and RoPE."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rigged import trainer_of
+from tiny import tiny_rows
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from foredraft import auto_draft, default_registry
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "phi3": ("phi3", {}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "generic": ("gemma", {"head_dim": 8}),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "deepseek_v3_moe": ("deepseek_v3", LATENT),
+}
+"""A target's model_type and what its config needs beyond `SIZES`, by adapter."""
+FAR = {"factor": 4.0, "original_max_position_embeddings": 16}
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **FAR},
+    "yarn": {"mscale": 1.0, "mscale_all_dim": 1.0, **FAR},
+    "longrope": {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0], **FAR},
+}
+
+
+def test_every_adapter_is_tried() -> None:
+    assert {r.name for r in default_registry().registered if r.kind == "adapter" and r.distribution == "foredraft"} == set(TARGETS)
+
+
+@pytest.mark.parametrize(("adapter", "rope"), [(a, r) for a in TARGETS for r in ROPES if a != "phi3" or r == "longrope"])
+def test_resumes(tmp_path: Path, adapter: str, rope: str) -> None:
+    """Two steps in one go, or one and, from its checkpoint into other weights, another: the same draft, bit for bit."""
+    family, fields = TARGETS[adapter]
+    config = AutoConfig.for_model(family, **{**SIZES, **fields, "rope_parameters": {"rope_type": rope, "rope_theta": 500.0, **ROPES[rope]}})
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 1}
+
+    def trained(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        draft = auto_draft(config, adapter=adapter, aux_layers=(1, 2), num_aux=2, ttt_steps=1)
+        assert draft.config.rope_parameters["rope_type"] in (rope, "default" if rope == "dynamic" else rope)
+        draft.start_from(target)
+        trainer_of(draft, target, tmp_path, tiny_rows([["uuaaaaaa"]] * 2), **saving).train(resume_from_checkpoint=True)
+        return draft.state_dict()
+
+    whole = trained(0)
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    resumed = trained(1)
+    assert not [name for name in whole if not torch.equal(whole[name], resumed[name])]
