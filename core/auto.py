@@ -11,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 from .checkpoint import load_draft, read_config
 from .draft import BaseDraft
 from .errors import ForedraftError, nearest
+from .hub import locate
 from .protocols import AlgorithmBase, DraftSpec
 from .registry import Registry, default_registry
 from .target import load_config
@@ -30,8 +31,8 @@ def auto_draft(
 ) -> BaseDraft:
     """A draft model for `config`.
 
-    `config` is a target's config, a target's directory or hub id, a draft's config (object or dict), or a directory that holds a
-    draft (then its weights are loaded, strictly). For a target, the adapter follows from its `model_type` and the weights
+    `config` is a target's config, a target's directory or hub id, a draft's config (object or dict), or a draft's directory or
+    hub id (then its weights are loaded, strictly). For a target, the adapter follows from its `model_type` and the weights
     are fresh: `draft.start_from(target)` copies what need not be learned. `algorithm` defaults to EAGLE-3, `aux_layers` (HF
     `hidden_states` indices) to the adapter's choice, `draft_vocab_size` to the target's whole vocabulary; `options` are the algorithm's.
 
@@ -40,11 +41,10 @@ def auto_draft(
     registry = registry or default_registry()
     asked = {"adapter": adapter, "aux_layers": aux_layers, "draft_vocab_size": draft_vocab_size}
     if isinstance(config, str | Path):
+        config = locate(config)
         if (Path(config) / "config.json").exists() and (made := read_config(config).get("foredraft")):
             return _recorded(load_draft(config, registry, _settled(made, algorithm, options, asked, registry)), options)
-        source, config = config, load_config(str(config))
-        if hasattr(config, "foredraft"):
-            raise ForedraftError(f"'{source}' is a draft on the hub: download it (`hf download {source}`) and name the directory")
+        config = load_config(str(config))
     elif isinstance(config, Mapping):
         fields = dict(config)
         made = fields.get("foredraft")

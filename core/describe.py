@@ -9,6 +9,7 @@ import torch
 from .auto import DEFAULT_ALGORITHM, auto_draft
 from .checkpoint import read_config
 from .draft import BaseDraft
+from .hub import locate
 from .loading import PLAIN, Loading
 from .registry import default_registry
 from .target import load_config
@@ -23,6 +24,7 @@ def describe(
     loading: Loading = PLAIN,
 ) -> dict[str, str]:
     """Title → text, for a target or a draft at `name`. Raises what `auto_draft` raises."""
+    name = str(locate(name))
     is_draft = (Path(name) / "config.json").exists() and "foredraft" in read_config(name)
     with nullcontext() if is_draft else torch.device("meta"):  # a draft is loaded, so that what is wrong with it shows
         draft = auto_draft(name if is_draft else load_config(name, loading), algorithm, draft_vocab_size=draft_vocab_size)

@@ -46,13 +46,16 @@ class EngineBase:
         return []
 
     def command(self, draft: str | Path, target: str, num_tokens: int | None = None) -> str:
-        """The command line that serves the draft in a directory; by default it drafts whole blocks, or 4 tokens.
+        """The command line that serves the draft in a directory or on the hub; by default it drafts whole blocks, or 4 tokens.
 
         Raises `ForedraftError` if the engine does not serve this draft, saying why, or not so many tokens.
         """
         from .checkpoint import read_config
+        from .hub import find_draft
 
-        config = read_config(draft)
+        directory = find_draft(draft)
+        draft = directory if Path(draft).exists() else draft  # engines know the hub themselves
+        config = read_config(directory)
         if reason := self.refuses(config):
             raise ForedraftError(
                 f"{self.name} does not serve the draft '{draft}': {reason}\n  `foredraft info {draft}` says which engines do"

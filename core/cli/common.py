@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ..draft import BaseDraft
 
 TargetOption = Annotated[str, typer.Option("--target", help="directory or hub id of the target")]
-DraftOption = Annotated[str, typer.Option("--draft", help="directory of the draft")]
+DraftOption = Annotated[str, typer.Option("--draft", help="directory or hub id of the draft")]
 DtypeOption = Annotated[str, typer.Option(help="dtype to run in: auto, float32, bfloat16, float16")]
 DraftTokensOption = Annotated[
     int,
@@ -68,7 +69,7 @@ def load_target(name: str, dtype: str, loading: Loading) -> "tuple[PreTrainedMod
     return target.place(model, "cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
-def load_draft_for(path: str, target: Any) -> "BaseDraft":
+def load_draft_for(path: Path, target: Any) -> "BaseDraft":
     """The draft in `path`, in the target's dtype and on its device."""
     from ..auto import auto_draft
     from ..checkpoint import read_config

@@ -34,10 +34,11 @@ def generate(
     from ..decoding import DraftingStats, TreeShape
     from ..decoding import generate as run
     from ..decoding.evaluate import encode
+    from ..hub import find_draft
 
-    shape = TreeShape.parse(tree) if tree else None
+    shape, directory = TreeShape.parse(tree) if tree else None, find_draft(draft)
     model, tokenizer = load_target(target, dtype, loading)
-    drafter = load_draft_for(draft, model)
+    drafter = load_draft_for(directory, model)
     ids = encode(tokenizer, [{"role": "user", "content": prompt}], model.device)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     stats = DraftingStats()
@@ -85,13 +86,17 @@ def evaluate(
     from ..decoding import TreeShape, load_prompts
     from ..decoding import evaluate as run
     from ..decoding.report import demand_identical, plot_acceptance, table
+    from ..hub import find_draft
 
+    directory = find_draft(draft)
+    if record and not Path(draft).exists():
+        raise ForedraftError(f"--record: '{draft}' is on the hub, and τ is noted in a directory: `hf download {draft} --local-dir DIR`")
     questions = {file.stem: load_prompts(file, limit) for file in prompts}
     if len(questions) < len(prompts):
         raise ForedraftError(f"prompt files are told apart by their names, found {', '.join(str(file) for file in prompts)}")
     shape = TreeShape.parse(tree) if tree else None
     model, tokenizer = load_target(target, dtype, loading)
-    drafter = load_draft_for(draft, model)
+    drafter = load_draft_for(directory, model)
     console = Console()
     results = {}
     with Progress(console=console) as bar:
@@ -116,7 +121,7 @@ def evaluate(
         plot_acceptance(results, out.with_suffix(".png"))
         console.print(f"written: {out} and {out.with_suffix('.png')}")
     if record:
-        note(draft, {name: {"tau": round(result.tau, 3), **result.settings} for name, result in results.items()})
+        note(directory, {name: {"tau": round(result.tau, 3), **result.settings} for name, result in results.items()})
     demand_identical(results)
 
 

@@ -15,7 +15,7 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
 def doctor(
-    draft: Annotated[str, typer.Argument(help="directory of a draft, ours or anybody's")],
+    draft: Annotated[str, typer.Argument(help="directory or hub id of a draft, ours or anybody's")],
     loading: Loading,
     target: Annotated[
         str | None, typer.Option(help="directory or hub id of its target; without weights, only configs are compared")

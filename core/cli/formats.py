@@ -10,7 +10,7 @@ from .common import TargetOption, loads_target
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(help="directory of a draft by SafeAILab/EAGLE, SpecForge, NeMo, speculators or z-lab")],
+    source: Annotated[str, typer.Argument(help="directory or hub id of a draft by SafeAILab/EAGLE, SpecForge, NeMo, speculators or z-lab")],
     out: Annotated[Path, typer.Argument(help="where the draft of ours goes")],
     target: TargetOption,
     loading: Loading,
@@ -28,7 +28,7 @@ def import_(
 
 
 def export(
-    draft: Annotated[Path, typer.Argument(help="directory of a draft of ours")],
+    draft: Annotated[str, typer.Argument(help="directory or hub id of a draft of ours")],
     out: Annotated[Path, typer.Argument(help="where the export goes")],
     form: Annotated[str, typer.Option("--format", help="speculators")],
     num_draft_tokens: Annotated[

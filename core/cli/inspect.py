@@ -10,7 +10,7 @@ from .common import loads_target
 
 
 def info(
-    name: Annotated[str, typer.Argument(help="a target (directory or hub id) or a draft's directory")],
+    name: Annotated[str, typer.Argument(help="a target or a draft: a directory or an id on the hub")],
     loading: Loading,
     algorithm: Annotated[str | None, typer.Option(help="algorithm to plan for, with a target")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="draft vocabulary to plan with, for a target")] = None,

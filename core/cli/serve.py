@@ -8,7 +8,7 @@ from .common import TargetOption
 
 
 def serve_command(
-    draft: Annotated[str, typer.Argument(help="directory of the draft")],
+    draft: Annotated[str, typer.Argument(help="directory or hub id of the draft")],
     target: TargetOption,
     engine: Annotated[str, typer.Option(help="serving system (see `foredraft plugins`)")] = "vllm",
     num_draft_tokens: Annotated[

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ForedraftError
+from ..hub import TARGET, download, find_draft
 from . import config, pair, rope, tensors, vocabulary
 from .checkpoint import Checkpoint
 from .finding import Finding
@@ -22,15 +22,10 @@ def examine(draft: str | Path, target: str | Path | None = None) -> list[Finding
 
 
 def open_subject(draft: str | Path, target: str | Path | None = None, revision: str | None = None) -> Subject:
-    """A draft's directory and its target's, or the target's id on the hub, opened. Raises `ForedraftError` if one is not there."""
+    """A draft and its target, each a directory or an id on the hub, opened. Raises `ForedraftError` if one is not there."""
     if target is not None and not Path(target).is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            target = snapshot_download(str(target), revision=revision, allow_patterns=["*.json", "*.jinja", "*.py", "*.safetensors"])
-        except (OSError, ValueError) as error:
-            raise ForedraftError(f"no target at '{target}', neither a directory nor on the hub: {str(error)[:200]}") from error
-    return Subject(Checkpoint.open(draft), Checkpoint.open(target) if target else None)
+        target = download(str(target), TARGET, "target", revision)
+    return Subject(Checkpoint.open(find_draft(draft)), Checkpoint.open(target) if target else None)
 
 
 def examine_subject(subject: Subject) -> list[Finding]:

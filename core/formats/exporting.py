@@ -13,6 +13,7 @@ from ..auto import auto_draft
 from ..checkpoint import WEIGHTS, read_config
 from ..draft import TARGET_HEAD, BaseDraft
 from ..errors import ForedraftError, nearest
+from ..hub import find_draft
 from ..registry import Registry
 from ..writing import check_new, replacing
 from .peers import KINDS
@@ -46,7 +47,7 @@ LAYER_FIELDS = (
 def export_draft(
     source: str | Path, out: str | Path, form: str, num_draft_tokens: int | None = None, registry: Registry | None = None
 ) -> Path:
-    """Write the draft of ours in `source` to `out` in the format `form`.
+    """Write the draft of ours in `source` (directory or hub id) to `out` in the format `form`.
 
     `num_draft_tokens` is what servers draft unless told otherwise; default: all that the draft makes at once, else 4.
 
@@ -55,6 +56,7 @@ def export_draft(
     if form not in FORMATS:
         raise ForedraftError(f"unknown format '{form}'{nearest(form, FORMATS)} (known: {', '.join(FORMATS)})")
     check_new(out)
+    source = find_draft(source)
     if "foredraft" not in read_config(source):
         raise ForedraftError(f"'{source}' is no draft of foredraft's: its config.json has no 'foredraft' entry")
     draft = auto_draft(source, registry=registry)

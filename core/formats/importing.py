@@ -16,6 +16,7 @@ from ..doctor import SIDE_FILE, Checkpoint
 from ..draft import TARGET_HEAD, BaseDraft
 from ..errors import ForedraftError
 from ..grouped_query import GroupedQueryDraft
+from ..hub import find_draft
 from ..layouts import MOST
 from ..loading import PLAIN, Loading
 from ..protocols import AlgorithmBase
@@ -40,13 +41,13 @@ class Imported:
 
 
 def import_draft(source: str | Path, out: str | Path, target: str, registry: Registry | None = None, loading: Loading = PLAIN) -> Imported:
-    """Write the draft in `source`, in any format of `PEERS`, to `out` as a draft of ours for `target` (directory or hub id).
+    """Write the draft in `source`, in any format of `PEERS`, to `out` as a draft of ours for `target` (both directories or hub ids).
 
     `target` gives the draft its vocabulary and the width of what it reads, and the embedding and head where the file has none. Nothing
     of the checkpoint's author runs. Raises `ForedraftError` for what is not recognised, damaged, or beyond what a draft of ours computes.
     """
     check_new(out)
-    checkpoint = Checkpoint.open(source)
+    checkpoint = Checkpoint.open(find_draft(source))
     if checkpoint.findings:
         raise ForedraftError(f"'{source}' cannot be read:\n" + "\n".join(f"  {f.found}; {f.mend}" for f in checkpoint.findings))
     if "foredraft" in checkpoint.config:
