@@ -31,7 +31,7 @@ def describe(
     config, made = draft.config, draft.config.foredraft
     target = made["target"]
     trained = sum(p.numel() for n, p in draft.named_parameters() if not n.startswith("embed_tokens"))
-    embedding = draft.embed_tokens.weight.numel()
+    embedding, share = draft.embed_tokens.weight.numel(), made.get("vocabulary_coverage")
     lines = {
         "what": f"a draft by {made['algorithm']}"
         if is_draft
@@ -40,7 +40,7 @@ def describe(
         f"hidden {target['hidden_size']}, vocabulary {target['vocab_size']}",
         "adapter": f"{made['adapter']}: {type(draft).summary} ({_why(type(draft), target['model_type'])})",
         "draft": f"{config.num_hidden_layers} layer(s), hidden {config.hidden_size}, {config.num_attention_heads} heads, "
-        f"vocabulary {config.draft_vocab_size}",
+        f"vocabulary {config.draft_vocab_size}" + (f", {share:.1%} of the supervised tokens" if share is not None else ""),
         "parameters": f"{trained / 1e6:.1f} M trained, {embedding / 1e6:.1f} M in the frozen embedding",
         "aux layers": f"{list(config.aux_layers)} (HF hidden_states indices)",
         "engines know it as": made["architecture"],

@@ -12,8 +12,8 @@ from .attention import GroupedQueryAttention
 from .config import DraftConfigMixin, check_aux_layers, default_aux_layers, describe_target, set_mask_token, versions
 from .errors import ForedraftError
 from .protocols import AlgorithmBase, Batch, DraftSpec, KeyValueCache, Layout
-from .target import Signal, Target, norm_scale
-from .vocabulary import choose_mask_token, choose_vocabulary, count_tokens
+from .start import layer_weights, start
+from .target import Signal, Target
 from .wiring import WIRINGS
 
 TARGET_HEAD = ("embed_tokens.weight", "lm_head.weight")
@@ -139,10 +139,7 @@ class BaseDraft(PreTrainedModel):
         Norms are told by what they do: Gemma's keep their weight less one. Where the target norms what its sublayers put
         out (Gemma 2, OLMo 2), only the norms of what they read have a counterpart.
         """
-        weights = layer.state_dict()
-        for name, module in layer.named_modules():
-            if "Norm" in type(module).__name__ and getattr(getattr(module, "weight", None), "ndim", 0) == 1:
-                weights[f"{name}.weight"] = norm_scale(module)
+        weights = layer_weights(layer)
         if "post_feedforward_layernorm.weight" in weights:
             del weights["post_attention_layernorm.weight"]
             if "pre_feedforward_layernorm.weight" in weights:
@@ -211,32 +208,17 @@ class BaseDraft(PreTrainedModel):
         return config
 
     @torch.no_grad()
-    def start_from(self, target: Target | PreTrainedModel, rows: Iterable[dict[str, Any]] | None = None) -> None:
+    def start_from(self, target: Target | PreTrainedModel, rows: Iterable[dict[str, Any]] | None = None) -> str:
         """Start near the target: its embedding (frozen), head and final norm, its last layers, and fc passing the last aux state.
 
         The fresh draft then is the target's last layers on its last aux state; what it must learn is to look at the next
         token. Parameters whose counterpart has another name or shape keep their random start. With packed training `rows`, a
         reduced draft vocabulary becomes the tokens they supervise most often, and a mask token the highest id they do not
-        use; without, set both before.
+        use; without, set both before. Says in a line what was taken over, and which share of the tokens the vocabulary covers.
 
         Raises `ForedraftError` if the target's width is not the draft's, or if the rows use the mask token that was asked for.
         """
-        if not isinstance(target, Target):
-            target = Target(target, self.config.aux_layers)
-        if rows is not None and self.config.has_reduced_vocabulary:
-            counts_V = count_tokens(rows, self.config.vocab_size)
-            self.set_draft_vocabulary(choose_vocabulary(counts_V, self.config.draft_vocab_size))
-        if rows is not None and self.config.spec.mask_token and self.algorithm is not None:
-            set_mask_token(self.config, choose_mask_token(rows, target.embedding_weight, self.config.spec.mask_token_id))
-            self.config.update(self.algorithm.engine_fields(self.config))
-        self.take_head(target)
-        if target.norm_weight is not None and target.norm_weight.shape == self.norm.weight.shape:
-            self.norm.weight.copy_(target.norm_weight)
-        width = self.config.hidden_size
-        self.fc.weight.mul_(0.1)
-        self.fc.weight[:, -width:] += torch.eye(width, dtype=self.fc.weight.dtype, device=self.fc.weight.device)
-        for layer, source in zip(reversed(self.layers), reversed(target.layers), strict=False):
-            layer.start_from(self.weights_of(source))
+        return start(self, target if isinstance(target, Target) else Target(target, self.config.aux_layers), rows)
 
     @torch.no_grad()
     def take_head(self, target: Target | PreTrainedModel) -> None:

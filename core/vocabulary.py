@@ -1,6 +1,6 @@
 """The draft vocabulary: the tokens a draft may propose, chosen by how often the supervised text uses them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,10 +12,14 @@ from .errors import ForedraftError
 def count_tokens(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
     """How often each token id is supervised in packed rows (`input_ids`, `spans`); int64 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for row in rows:
-        ids, spans = torch.as_tensor(row["input_ids"]), torch.as_tensor(row["spans"])
+    for ids, spans in _columns(rows, "input_ids", "spans"):
         counts += torch.bincount(ids[spans >= 0], minlength=vocab_size)
     return counts
+
+
+def coverage(counts_V: Tensor, ids_W: Tensor) -> float:
+    """Which share of the counted tokens the ids are; 1 if none was counted."""
+    return float(counts_V[ids_W.cpu()].sum() / counts_V.sum()) if int(counts_V.sum()) else 1.0
 
 
 def choose_vocabulary(counts_V: Tensor, size: int) -> Tensor:
@@ -37,9 +41,7 @@ def choose_mask_token(rows: Iterable[dict[str, Any]], embedding_VT: Tensor, aske
     """
     vocab_size = len(embedding_VT)
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for row in rows:
-        # Where documents are padded, id 0 stands for nothing.
-        ids, documents = torch.as_tensor(row["input_ids"]), torch.as_tensor(row["documents"])
+    for ids, documents in _columns(rows, "input_ids", "documents"):  # where documents are padded, id 0 stands for nothing
         counts += torch.bincount(ids[documents >= 0], minlength=vocab_size)
     unused = (counts == 0).nonzero()[:, 0]
     if asked is not None and int(counts[asked]):
@@ -53,3 +55,10 @@ def choose_mask_token(rows: Iterable[dict[str, Any]], embedding_VT: Tensor, aske
     size = embedding_VT[unused].float().norm(dim=-1).cpu()
     spoken = unused[size > 0.1 * size.max()]
     return asked if asked is not None else int((spoken if len(spoken) else unused)[-1])
+
+
+def _columns(rows: Iterable[dict[str, Any]], *names: str) -> Iterator[tuple[Tensor, ...]]:
+    """Columns of packed rows; of a data set, those of many rows at a time, which takes a tenth of the time."""
+    parts: Any = rows.with_format("numpy").iter(64) if hasattr(rows, "with_format") else rows
+    for part in parts:
+        yield tuple(torch.as_tensor(part[name]) for name in names)

@@ -39,12 +39,16 @@ class DraftLayer(nn.Module):
     def _feed_forward(self, hidden_BQD: Tensor) -> Tensor:
         return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
 
-    def start_from(self, theirs: Mapping[str, Tensor]) -> None:
-        """Copy those weights of a target's layer (`BaseDraft.weights_of`) whose names and shapes agree."""
-        for name, mine in self.state_dict().items():
-            other = theirs.get(name)
-            if other is not None and other.shape == mine.shape:
-                mine.copy_(other)
+    def start_from(self, theirs: Mapping[str, Tensor]) -> int:
+        """Copy those weights of a target's layer (`BaseDraft.weights_of`) whose names and shapes agree; how many they were."""
+        return sum(self._take(name, mine, theirs) for name, mine in self.state_dict().items())
+
+    def _take(self, name: str, mine: Tensor, theirs: Mapping[str, Tensor]) -> bool:
+        other = theirs.get(name)
+        if other is None or other.shape != mine.shape:
+            return False
+        mine.copy_(other)
+        return True
 
 
 class FirstFusedLayer(DraftLayer):
@@ -54,19 +58,15 @@ class FirstFusedLayer(DraftLayer):
         super().__init__(draft, 0, 2 * draft.config.hidden_size)
         self.hidden_norm: Any = draft.make_norm(draft.config.hidden_size)
 
-    def start_from(self, theirs: Mapping[str, Tensor]) -> None:
-        """Copy a target's layer: its input is the context half, and the embedding's half stays random."""
-        fresh = self.input_layernorm.weight.clone()
-        super().start_from(theirs)
-        self.input_layernorm.weight.copy_(fresh)
-        for name, mine in self.state_dict().items():
-            other = theirs.get(name.replace("hidden_norm.", "input_layernorm."))
-            if other is None:
-                continue
-            if name.startswith("hidden_norm.") and other.shape == mine.shape:
-                mine.copy_(other)
-            elif mine.ndim == 2 and mine.shape == (other.shape[0], 2 * other.shape[-1]):
-                mine[:, other.shape[-1] :] = other
+    def _take(self, name: str, mine: Tensor, theirs: Mapping[str, Tensor]) -> bool:
+        """A target's layer reads what is the context half here; the embedding's half stays random."""
+        if name.startswith("input_layernorm."):
+            return False
+        name = name.replace("hidden_norm.", "input_layernorm.")
+        other = theirs.get(name)
+        if other is not None and mine.ndim == 2 and mine.shape == (other.shape[0], 2 * other.shape[-1]):
+            mine = mine[:, other.shape[-1] :]
+        return super()._take(name, mine, theirs)
 
 
 class FusedLayers(nn.ModuleList):

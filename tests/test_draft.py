@@ -1,6 +1,7 @@
 """The draft model: how it starts from its target, what it keeps frozen, what a cast may touch."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,9 +74,28 @@ def test_the_vocabulary_follows_the_rows() -> None:
     """`start_from(target, rows)` chooses the vocabulary before it copies the head's rows."""
     model = tiny_target()
     draft = auto_draft(model.config, draft_vocab_size=10)
-    draft.start_from(model, tiny_rows([["uuaaaa", "uubbbb"]]))
+    told = draft.start_from(model, tiny_rows([["uuaaaa", "uubbbb"]]))
+    assert told.endswith("the draft vocabulary of 10 tokens covers 100.0% of the supervised ones")
+    assert draft.config.foredraft["vocabulary_coverage"] == 1
     assert not torch.equal(draft.draft_ids, torch.arange(10))
     assert torch.equal(draft.lm_head.weight, model.lm_head.weight[draft.draft_ids])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "told"),
+    [
+        ("eagle3", {}, "embedding, head, final norm, 9 of 10 layer tensors"),
+        ("dflash", {"num_layers": 2, "block_size": 4}, "embedding, head, final norm, 18 of 22 layer tensors"),
+        ("medusa", {}, "embedding, head, final norm"),
+    ],
+)
+def test_starting_says_what_was_taken_over_and_twice_is_once(algorithm: str, options: dict[str, Any], told: str) -> None:
+    model = tiny_target()
+    draft = auto_draft(model.config, algorithm, **options)
+    assert draft.start_from(model) == f"from the target: {told}"
+    before = {name: t.clone() for name, t in draft.state_dict().items()}
+    assert draft.start_from(model) == f"from the target: {told}"
+    assert not [name for name, t in draft.state_dict().items() if not torch.equal(t, before[name])]
 
 
 def test_a_target_of_another_width() -> None:

@@ -10,6 +10,7 @@ from tiny import tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from foredraft import ForedraftError, auto_draft
+from foredraft.describe import describe
 from foredraft.training.run import train
 from foredraft.training.settings import RunConfig
 
@@ -42,7 +43,12 @@ def test_numbers_as_people_write_them(tmp_path: Path, text: str) -> None:
 
 def test_resume_or_say_what_changed(fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """The same run resumes; another one in the same folder is refused, unless it starts anew."""
-    train(RunConfig.check(fields))
+    fields["draft_vocab_size"] = 100
+    draft = train(RunConfig.check(fields))
+    told = "from the target: embedding, head, final norm, 9 of 10 layer tensors; the draft vocabulary of 100 tokens covers 100.0% of"
+    assert f"draft: {told}" in capsys.readouterr().out
+    assert json.loads((draft.parent / "training.json").read_text())["start"].startswith(told)
+    assert "vocabulary 100, 100.0% of the supervised tokens" in describe(str(draft))["draft"]
     train(RunConfig.check(fields))
     assert "resuming from" in capsys.readouterr().out
     other = {**fields, "training": {**fields["training"], "learning_rate": 0.5}}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rigged import arguments, letter_tokenizer, predictable_target, trainer_of, written_rows
 from safetensors.torch import load_file, save_file
-from tiny import tiny_batch, tiny_draft, tiny_rows, tiny_target
+from tiny import Document, tiny_batch, tiny_draft, tiny_rows, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 from train_full_disk import RUN as FULL_DISK_RUN
@@ -120,6 +120,42 @@ def test_no_bar_where_none_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert ("1/1" in err) is not disabled
 
 
+class TestReady:
+    """A training that cannot teach the draft anything stops before its first step, with all the reasons."""
+
+    ROWS = tiny_rows([[Document(list(range(30, 46)), "uu" + 14 * "a")]] * 4)
+
+    @pytest.mark.parametrize(
+        ("rows", "vocabulary", "started", "reasons"),
+        [
+            (ROWS, None, False, "its token embedding is frozen, and not this target's (mean cosine of their rows"),
+            (ROWS, range(10), True, "vocabulary of 10 tokens covers 0.0% of the supervised ones, the most frequent ones would cover 71.4%"),
+            (tiny_rows([["uuuuu"], ["uuuau"]]), None, True, "none of the 2 rows has a token that algorithm 'eagle3' trains"),
+            (ROWS, range(10), False, "its token embedding is frozen"),
+            (ROWS, range(10), False, "vocabulary of 10 tokens covers 0.0%"),
+        ],
+    )
+    def test_refused(self, tmp_path: Path, rows: Any, vocabulary: range | None, started: bool, reasons: str) -> None:
+        draft = auto_draft(MODEL.config, draft_vocab_size=vocabulary and len(vocabulary))
+        if vocabulary:
+            draft.set_draft_vocabulary(torch.tensor(vocabulary))
+        if started:
+            draft.start_from(MODEL)
+        with pytest.raises(ForedraftError, match="would teach the draft nothing:") as caught:
+            trained(tmp_path, rows, draft)
+        assert reasons in str(caught.value)
+
+    def test_a_vocabulary_that_misses_much_is_warned_about(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(logging.getLogger("foredraft"), "propagate", True)
+        draft = fresh(draft_vocab_size=10)
+        draft.set_draft_vocabulary(torch.arange(28, 38))
+        trained(tmp_path, self.ROWS, draft, max_steps=1)
+        assert "covers 42.9% of the supervised ones, the most frequent ones would cover 71.4%" in caplog.text
+        assert draft.config.foredraft["vocabulary_coverage"] == 0.4286
+
+
 class TestAccumulation:
     def test_equals_one_large_batch(self, tmp_path: Path) -> None:
         """Rows with few, many and no supervised slots: means of micro-batches would weigh them equally."""
@@ -140,12 +176,6 @@ class TestAccumulation:
 
 
 class TestNothingSupervised:
-    def test_a_batch_without_slots(self, tmp_path: Path) -> None:
-        trainer = trained(tmp_path, tiny_rows([["uuuuuu"]] * 4), max_steps=2)
-        assert [log["loss"] for log in steps_of(trainer)] == [0, 0]
-        assert all(p.isfinite().all() for p in trainer.model.parameters())
-        assert_same_weights(trainer.model, fresh())
-
     def test_among_others(self, tmp_path: Path) -> None:
         trainer = trained(tmp_path, tiny_rows([["uuuuuuu"], ["uuaaaaa"]], 7), max_steps=6, per_device_train_batch_size=1)
         losses = [log["loss"] for log in steps_of(trainer)]

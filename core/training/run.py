@@ -50,7 +50,8 @@ def train(config: RunConfig) -> Path:
     draft.embed_tokens.requires_grad_(config.train_embedding)
     layers = draft.config.aux_layers
     target = CachedTarget(model, layers, config.hidden_states_cache) if config.hidden_states_cache else Target(model, layers)
-    draft.start_from(target, rows)
+    started = draft.start_from(target, rows)
+    print(f"draft: {started}", flush=True)
     trainer = DraftTrainer(draft, target, arguments, train_dataset=rows, eval_dataset=eval_rows)
     if trainer.is_world_process_zero():
         write_text(Path(config.output_dir) / RUN_FILE, config.model_dump_json(indent=1))
@@ -60,7 +61,9 @@ def train(config: RunConfig) -> Path:
     finished = Path(config.output_dir) / "draft"
     if trainer.is_world_process_zero():
         history = trainer.state.log_history
-        write_text(finished.parent / "training.json", json.dumps({"run": config.model_dump(), "history": history}, indent=1))
+        write_text(
+            finished.parent / "training.json", json.dumps({"run": config.model_dump(), "start": started, "history": history}, indent=1)
+        )
         plot_training(history, finished.parent / "training.png")
         save_draft(draft, finished)
     trainer.accelerator.wait_for_everyone()

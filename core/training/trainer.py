@@ -19,6 +19,7 @@ from ..errors import ForedraftError
 from ..losses import estimated_tau
 from ..target import Target, place
 from .progress import DraftPrinter, DraftProgress, SeedByEpoch
+from .ready import check_ready
 from .resume import latest_complete
 
 
@@ -80,6 +81,8 @@ class DraftTrainer(Trainer):
         if resume_from_checkpoint is True:
             newest = latest_complete(self.args.output_dir)
             resume_from_checkpoint = str(newest) if newest is not None else None
+        if resume_from_checkpoint is None:  # else the weights are the checkpoint's
+            check_ready(self.model, self.target, self.train_dataset)
         self.data_collator.epoch = 0
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 

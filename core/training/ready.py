@@ -1,0 +1,78 @@
+"""Whether a training can teach a draft anything: asked before its first step."""
+
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.utils import logging
+
+from ..data import DraftCollator
+from ..draft import BaseDraft
+from ..errors import ForedraftError
+from ..start import note_coverage
+from ..target import Target
+from ..vocabulary import choose_vocabulary, count_tokens, coverage
+
+logger = logging.get_logger("foredraft")
+
+ALIKE = 0.2
+"""Mean cosine of two embeddings' rows: near 0 where they are strangers, near 1 where one was trained from the other."""
+ENOUGH, GOOD = 0.5, 0.9
+"""What a vocabulary covers of what one of its size can: it is refused below the one share, warned about below the other."""
+
+
+def check_ready(draft: BaseDraft, target: Target, rows: Any) -> None:
+    """Look whether a training on packed `rows` can teach the draft anything; note which share of their tokens its vocabulary covers.
+
+    A stream of rows (no length) is not looked at. Raises `ForedraftError` that lists all reasons why not; warns where the vocabulary
+    misses much.
+    """
+    problems = _unlike(draft, target)
+    if isinstance(rows, Sized):
+        problems += [*_untrained(draft, rows), *_unnamed(draft, rows)]
+    if problems:
+        raise ForedraftError("this training would teach the draft nothing:\n  " + "\n  ".join(problems))
+
+
+def _unlike(draft: BaseDraft, target: Target) -> list[str]:
+    """A frozen embedding must be the target's, or trained from it."""
+    ours_VD, theirs_VT = draft.embed_tokens.weight, target.embedding_weight
+    if ours_VD.requires_grad or not len(draft.layers) or ours_VD.shape != theirs_VT.shape:
+        return []
+    some = torch.arange(0, len(ours_VD), max(1, len(ours_VD) // 512))
+    ours, theirs = (w.detach()[some.to(w.device)].float().cpu() for w in (ours_VD, theirs_VT))
+    alike = float(F.cosine_similarity(ours, theirs, dim=-1).mean())
+    if alike >= ALIKE:
+        return []
+    return [
+        f"its token embedding is frozen, and not this target's (mean cosine of their rows {alike:.2f}): a fresh draft starts by "
+        "draft.start_from(target, rows), another one trains with the target that it was made for"
+    ]
+
+
+def _untrained(draft: BaseDraft, rows: Any) -> list[str]:
+    """Some row must have a slot that the algorithm trains."""
+    algorithm: Any = draft.algorithm
+    collate = DraftCollator(algorithm)
+    if any(int(collate([row])["counts"].sum()) for row in rows):
+        return []
+    return [
+        f"none of the {len(rows)} rows has a token that algorithm '{algorithm.name}' trains: `foredraft preview` shows what is supervised"
+    ]
+
+
+def _unnamed(draft: BaseDraft, rows: Any) -> list[str]:
+    """A reduced vocabulary must name about as much of the supervised text as one of its size can."""
+    if not draft.config.has_reduced_vocabulary:
+        return []
+    counts_V = count_tokens(rows, draft.config.vocab_size)
+    noted = note_coverage(draft, counts_V)
+    share = draft.config.foredraft["vocabulary_coverage"]
+    best = coverage(counts_V, choose_vocabulary(counts_V, draft.config.draft_vocab_size))
+    advice = f"{noted}, the most frequent ones would cover {best:.1%}: draft.start_from(target, rows) chooses them"
+    if share < ENOUGH * best:
+        return [advice]
+    if share < GOOD * best:
+        logger.warning(advice)
+    return []
