@@ -13,6 +13,8 @@ from .vocabulary import choose_mask_token, choose_vocabulary, count_tokens, cove
 if TYPE_CHECKING:
     from .draft import BaseDraft
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 def start(draft: "BaseDraft", target: Target, rows: Iterable[dict[str, Any]] | None) -> str:
     """See `BaseDraft.start_from`."""
@@ -48,7 +50,21 @@ def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
         weight: Any = getattr(module, "weight", None)
         if "Norm" in type(module).__name__ and getattr(weight, "ndim", 0) == 1:
             weights[f"{name}.weight"] = norm_scale(module)
+        elif hasattr(module, "in_features") and not _is_matrix(weight):
+            weights[f"{name}.weight"] = _asked(module, next((p.dtype for p in layer.parameters() if p.dtype in FLOATS), torch.float32))
     return weights
+
+
+def _is_matrix(weight: Any) -> bool:
+    """Whether a projection keeps its weight as it is: quantisers keep integers, subclasses of Tensor, or parts under other names."""
+    return type(weight) in (Tensor, nn.Parameter) and weight.dtype in FLOATS and not weight.is_meta
+
+
+def _asked(projection: Any, dtype: torch.dtype) -> Tensor:
+    """The matrix [out, in] by which any projection multiplies, however it is stored: what it makes of the identity, less its bias."""
+    device = next((t.device for t in (*projection.parameters(), *projection.buffers()) if not t.is_meta), None)
+    eye = torch.eye(projection.in_features, dtype=dtype, device=device)
+    return (projection(eye) - projection(torch.zeros_like(eye[:1]))).T
 
 
 def note_coverage(draft: "BaseDraft", counts_V: Tensor) -> str:
