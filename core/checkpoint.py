@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
+from .card import accompany, renew_card
 from .errors import ForedraftError
 from .protocols import AlgorithmBase
 from .registry import Registry
@@ -33,6 +34,7 @@ def save_draft(draft: "BaseDraft", path: str | Path, state_dict: "Mapping[str, T
         raise ForedraftError(f"not written to '{path}': {', '.join(broken)} hold values that are not finite")
     with replacing(path) as temporary:
         draft.save_pretrained(temporary, state_dict=state_dict)
+        accompany(draft.config.to_dict(), temporary, Path(path))
         (temporary / WEIGHTS).chmod(0o644)  # safetensors makes it private to the user; servers often run as another
     return Path(path)
 
@@ -99,7 +101,8 @@ def check_weights(directory: Path) -> None:
 
 
 def record(path: str | Path, measured: Mapping[str, Any]) -> None:
-    """Note measured figures in the `foredraft` entry of a draft's config.json, atomically."""
-    fields = read_config(path)
+    """Note measured figures in the `foredraft` entry of a draft's config.json, atomically, and in its card."""
+    before, fields = read_config(path), read_config(path)
     fields["foredraft"]["measured"] = {**fields["foredraft"].get("measured", {}), **measured}
     write_text(Path(path) / "config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    renew_card(fields, Path(path), before)

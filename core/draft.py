@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .attention import GroupedQueryAttention
+from .card import CARD
+from .checkpoint import save_draft
 from .config import DraftConfigMixin, check_aux_layers, default_aux_layers, describe_target, set_mask_token, versions
 from .errors import ForedraftError
 from .protocols import AlgorithmBase, Batch, DraftSpec, KeyValueCache, Layout
@@ -18,6 +21,10 @@ from .wiring import WIRINGS
 
 TARGET_HEAD = ("embed_tokens.weight", "lm_head.weight")
 """What a draft that uses its target's embedding and head leaves out of its file."""
+
+
+class NoAssistant(ForedraftError, AttributeError):
+    """A draft was given to transformers' `generate` as if it were a language model."""
 
 
 class BaseDraft(PreTrainedModel):
@@ -266,6 +273,29 @@ class BaseDraft(PreTrainedModel):
         if coarse:
             self.rotary_emb = self.rotary_class(self.config).to(coarse[0].device)
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        """As ever; transformers asks a model given as `assistant_model` for its generation settings, and is told what a draft is."""
+        if name == "generation_config":
+            raise NoAssistant(
+                "a draft reads its target's hidden states, so it is no `assistant_model`: use foredraft.generate(target, draft, ids), or "
+                "target.generate(ids, custom_generate=DIRECTORY_OF_THE_DRAFT, trust_remote_code=True)"
+            )
+        return super().__getattr__(name)
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: bool | str | None = None, **commit: Any) -> str:
+        """Upload the draft as `save_draft` writes it, its model card included unless the repository has one; the commit's address.
+
+        `commit`: `revision`, `commit_message`, `commit_description`, `create_pr` of huggingface_hub's `upload_folder`.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        kept = [CARD] if api.file_exists(repo_id, CARD, revision=commit.get("revision")) else []
+        commit.setdefault("commit_message", "Upload draft")
+        with TemporaryDirectory() as folder:
+            return str(api.upload_folder(repo_id=repo_id, folder_path=save_draft(self, folder), ignore_patterns=kept, **commit))
 
     def save_pretrained(
         self, save_directory: str | Path, *args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any

@@ -14,14 +14,14 @@ DRAFT = ("*.json", "*.safetensors", "*.bin", "*.pt")
 TARGET = ("*.json", "*.jinja", "*.py", "*.safetensors")
 
 
-def find_draft(name: str | Path) -> Path:
+def find_draft(name: str | Path, revision: str | None = None) -> Path:
     """The directory of a draft: `name` itself, its `draft/` if a run wrote it, or what the hub has (or had, offline) by this id.
 
     A directory that is not there is returned as it stands, for its reader to tell. Raises `ForedraftError` for ids that cannot be had.
     """
     path = Path(name)
     if not path.exists() and ID.fullmatch(str(name)):
-        return download(str(name), DRAFT, "draft")
+        return download(str(name), DRAFT, "draft", revision)
     in_run = path / "draft"
     return in_run if (in_run / "config.json").is_file() and not (path / "config.json").exists() else path
 

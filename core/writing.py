@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from .errors import ForedraftError
 
 DRAFT_FILES = re.compile(
-    r"(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\.config\.json\.\d+|\.foredraft-\w+"
+    r"(generation_)?config\.json|README\.md|custom_generate|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"|\.(config\.json|README\.md)\.\d+|\.foredraft-\w+"
 )
 """What a draft's directory holds, the leavings of killed writers included: what may be replaced by another draft."""
 NEW, WHOLE, REST = ".foredraft-new", ".foredraft-whole", ".foredraft-rest"

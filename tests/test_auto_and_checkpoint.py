@@ -32,6 +32,9 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 PLAIN = {"rope_type": "default", "rope_theta": 12345.0}
 
+FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
+"""What is in a draft's directory."""
+
 
 class TestFromATarget:
     def test_config_object_dict_and_directory_agree(self, tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ class TestRoundTrip:
         save_draft(tiny_draft(model), tmp_path / "draft")
         assert auto_draft(tmp_path / "draft").config.num_hidden_layers == 1
         assert [p.name for p in tmp_path.iterdir()] == ["draft"]
-        assert {p.name for p in (tmp_path / "draft").iterdir()} == {"config.json", "model.safetensors"}
+        assert {p.name for p in (tmp_path / "draft").iterdir()} == FILES
 
     def test_others_may_read_it(self, tmp_path: Path) -> None:
         save_draft(tiny_draft(tiny_target()), tmp_path / "draft")
@@ -383,13 +386,13 @@ def write_and_die(place: Path, files: dict[str, str], operations: int) -> NoRetu
 class TestWriting:
     def test_a_full_disk_leaves_what_was_there(self, tmp_path: Path) -> None:
         path = save_draft(tiny_draft(tiny_target()), tmp_path / "draft")
-        before = {p.name: p.read_bytes() for p in path.iterdir()}
+        before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
         program = FULL_DISK.format(tests=str(Path(__file__).parent), path=str(path))
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count(f"could not write '{path}") == 4
         assert "what was there before is untouched" in done.stdout
-        assert {p.name: p.read_bytes() for p in path.iterdir()} == before
+        assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
         assert [p.name for p in tmp_path.iterdir()] == ["draft"]
 
     def test_where_nothing_can_be_written(self, tmp_path: Path) -> None:
@@ -492,7 +495,7 @@ class TestWriting:
         assert after["foredraft"].pop("measured") == {"chat": {"tau": 2.5}, "code": {"tau": 3.0}}
         assert after == before
         assert auto_draft(path).config.foredraft["measured"]["chat"] == {"tau": 2.5}
-        assert {p.name for p in path.iterdir()} == {"config.json", "model.safetensors"}
+        assert {p.name for p in path.iterdir()} == FILES
 
 
 class TestDescribe:

@@ -9,12 +9,14 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import constants, errors
+from huggingface_hub import ModelCard, constants, errors
 from test_cli import Command
 from test_cli import command as command
 from tiny import TOKENS, tiny_draft, tiny_target, tiny_tokenizer
 
 from foredraft import ForedraftError, auto_draft, save_draft
+from foredraft.checkpoint import record
+from foredraft.decoding import DraftingStats
 from foredraft.hub import find_draft
 
 HASH = "0123456789abcdef0123456789abcdef01234567"
@@ -98,3 +100,80 @@ def test_what_the_hub_says_is_told_in_a_line(
         assert "\n" not in told
     with pytest.raises(ForedraftError, match="no target or draft at 'org/x'"):
         auto_draft("org/x")
+
+
+class TestPublished:
+    """What lies beside a draft's weights, and what is uploaded."""
+
+    @pytest.fixture
+    def saved(self, work: Path, tmp_path: Path) -> Path:
+        draft = auto_draft(work / "run" / "draft")
+        draft.config.foredraft["target"]["name"] = "org/model"
+        draft.config.foredraft["data"] = {"sources": ["chat.jsonl", "org/talks"], "packed": "12 conversations in 3 rows"}
+        return save_draft(draft, tmp_path / "draft")
+
+    def test_a_card_tells_where_it_comes_from_and_how_it_is_served(self, saved: Path) -> None:
+        text = ModelCard.load(saved / "README.md")
+        head = text.data.to_dict()
+        assert (head["base_model"], head["library_name"], head["datasets"]) == ("org/model", "foredraft", ["org/talks"])
+        assert "eagle3" in head["tags"]
+        for part in ("org/model (llama, 8 layers", "ttt_steps=2", "chat.jsonl, org/talks: 12 conversations in 3 rows", "Not measured yet"):
+            assert part in text.text
+        for part in (
+            'vllm serve org/model --speculative-config \'{"model": "DRAFT"',
+            "sglang",
+            'custom_generate="DRAFT"',
+            "Not stated yet",
+        ):
+            assert part in text.text
+
+    def test_measuring_renews_it_and_what_people_wrote_stays(self, saved: Path) -> None:
+        record(saved, {"chat": {"tau": 2.5, "num_draft_tokens": 4}})
+        card = saved / "README.md"
+        assert "chat: τ 2.5 tokens per pass of the target (num_draft_tokens=4)" in card.read_text()
+        save_draft(auto_draft(saved), saved)
+        assert "τ 2.5" in card.read_text()
+        card.write_text("our own words")
+        record(saved, {"chat": {"tau": 3.5}})
+        save_draft(auto_draft(saved), saved)
+        assert card.read_text() == "our own words"
+
+    @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
+    def test_transformers_decodes_with_it(self, work: Path, tmp_path: Path, algorithm: str) -> None:
+        """`custom_generate` names the directory; the text is plain generate's."""
+        model, ids = tiny_target(vocab=TOKENS), torch.tensor([[5, 6, 7]])
+        draft = save_draft(tiny_draft(model, algorithm), tmp_path / algorithm)
+        stats, settings = DraftingStats(), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        drafted = model.generate(ids, custom_generate=str(draft), trust_remote_code=True, num_draft_tokens=3, stats=stats, **settings)
+        assert drafted.tolist() == model.generate(ids, **settings).tolist()
+        assert stats.passes > 0
+        inside = model.generate(inputs=ids, custom_generate=str(draft), trust_remote_code=True, draft=draft, **settings)
+        assert inside.tolist() == drafted.tolist()
+        with pytest.raises(ForedraftError, match=r"no `assistant_model`: use foredraft.generate\(target, draft, ids\)"):
+            model.generate(ids, assistant_model=auto_draft(draft), **settings)
+
+    @pytest.mark.parametrize("card", [False, True], ids=["none there", "a card there"])
+    def test_pushed(self, saved: Path, monkeypatch: pytest.MonkeyPatch, card: bool) -> None:
+        """With its card, unless the repository has one. A stand-in takes the place of the hub."""
+        seen: dict[str, Any] = {}
+
+        class Api:
+            def __init__(self, token: str) -> None:
+                seen["token"] = token
+
+            def create_repo(self, repo_id: str, **_: Any) -> Any:
+                return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+            def file_exists(self, repo_id: str, name: str, revision: str | None) -> bool:
+                return card
+
+            def upload_folder(self, folder_path: Path, **given: Any) -> str:
+                names = {str(file.relative_to(folder_path)) for file in folder_path.rglob("*") if file.is_file()}
+                seen.update(given, names=names - set(given["ignore_patterns"]))
+                return "address"
+
+        monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+        assert auto_draft(saved).push_to_hub("draft", token="t", revision="v1") == "address"
+        expected = {"config.json", "model.safetensors", "custom_generate/generate.py"} | (set() if card else {"README.md"})
+        assert seen["names"] == expected
+        assert (seen["repo_id"], seen["revision"], seen["token"]) == ("me/draft", "v1", "t")

@@ -8,6 +8,7 @@ import torch
 from transformers import set_seed
 
 from ..auto import auto_draft
+from ..card import public_name
 from ..checkpoint import save_draft, write_text
 from ..data import Conversations, pack
 from ..errors import ForedraftError
@@ -41,6 +42,8 @@ def train(config: RunConfig) -> Path:
         draft_vocab_size=config.draft_vocab_size,
         **config.options,
     )
+    sources = [config.data.train] if isinstance(config.data.train, str) else config.data.train
+    draft.config.foredraft["data"] = {"sources": [public_name(source) for source in sources], "packed": rows.info.description}
     spec = draft.config.spec
     if config.train_embedding and (spec.target_head or spec.num_layers == 0):
         raise ForedraftError(
