@@ -10,13 +10,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from .checkpoint import load_draft, read_config
 from .draft import BaseDraft
-from .errors import ForedraftError, nearest
+from .errors import ForedraftError, describe_validation
 from .hub import locate
 from .protocols import AlgorithmBase, DraftSpec
-from .registry import Registry, default_registry
+from .registry import DEFAULT_ALGORITHM, Registry, default_registry
 from .target import load_config
-
-DEFAULT_ALGORITHM = "eagle3"
 
 
 def auto_draft(
@@ -70,18 +68,6 @@ def make_algorithm(name: str, options: Mapping[str, Any], registry: Registry) ->
         return cls(**options)
     except ValidationError as error:
         raise ForedraftError(f"algorithm '{name}': " + describe_validation(error, cls.Options.model_fields)) from error
-
-
-def describe_validation(error: ValidationError, known: Mapping[str, Any]) -> str:
-    """All that pydantic found, a line each; an unknown key with the nearest known one."""
-    lines = []
-    for e in error.errors():
-        key = ".".join(str(part) for part in e["loc"])
-        if e["type"] == "extra_forbidden":
-            lines.append(f"unknown option '{key}'{nearest(key, known)} (known: {', '.join(sorted(known))})")
-        else:
-            lines.append(f"{key}={e['input']!r}: {e['msg']}")
-    return "\n  ".join(lines)
 
 
 def _target_config(fields: Mapping[str, Any], registry: Registry) -> PretrainedConfig:

@@ -13,7 +13,7 @@ from .attention import GroupedQueryAttention
 from .card import CARD
 from .checkpoint import save_draft
 from .config import DraftConfigMixin, check_aux_layers, default_aux_layers, describe_target, set_mask_token, versions
-from .errors import ForedraftError
+from .errors import ForedraftError, gathering
 from .protocols import AlgorithmBase, Batch, DraftSpec, KeyValueCache, Layout
 from .start import layer_weights, start
 from .target import Signal, Target
@@ -174,19 +174,23 @@ class BaseDraft(PreTrainedModel):
         """The draft's config for a target's config. Raises `ForedraftError` where layers or vocabulary do not fit."""
         text, spec = target.get_text_config(), algorithm.spec
         layers = aux_layers or algorithm.aux_layers(text.num_hidden_layers) or cls.aux_layers(target, spec.num_aux)
-        check_aux_layers(layers, text.num_hidden_layers)
-        if len(layers) != spec.num_aux:
-            raise ForedraftError(f"aux_layers={list(layers)} are {len(layers)} layers, but num_aux={spec.num_aux}: make them agree")
         size = draft_vocab_size or text.vocab_size
+        problems: list[str] = []
+        with gathering(problems):
+            check_aux_layers(layers, text.num_hidden_layers)
+        if len(layers) != spec.num_aux:
+            problems.append(f"aux_layers={list(layers)} are {len(layers)} layers, but num_aux={spec.num_aux}: make them agree")
         if not 1 <= size <= text.vocab_size:
-            raise ForedraftError(
+            problems.append(
                 f"draft_vocab_size={size} does not fit the target's vocabulary of {text.vocab_size}: choose 1 to {text.vocab_size}"
             )
-        if spec.target_head and size != text.vocab_size:
-            raise ForedraftError(
+        elif spec.target_head and size != text.vocab_size:
+            problems.append(
                 f"draft_vocab_size={size}: a draft by algorithm '{algorithm.name}' uses its target's own head, so its vocabulary is the "
                 f"target's {text.vocab_size}: leave draft_vocab_size out"
             )
+        if problems:
+            raise ForedraftError("\n  ".join(problems))
         config = cls.config_class(
             **cls.shape(text),
             num_aux_hidden_states=len(layers),

@@ -14,6 +14,7 @@ from .errors import ForedraftError, nearest
 from .requirements import lacking
 
 KINDS = ("adapter", "algorithm", "engine")
+DEFAULT_ALGORITHM = "eagle3"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The frozen target: what it says of a batch (`Signal`), from its own modules."""
 
 import json
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from .registry import default_registry
 
 # Rows of full-vocabulary logits alive at a time while the teacher's top token and normaliser are taken.
 CHUNK = 512
+HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 # Config fields that a family divides its logits by.
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
@@ -48,6 +50,7 @@ def load_config(name: str, loading: Loading = PLAIN) -> PretrainedConfig:
     """The config of the target (or draft) in a directory or on the hub. Raises `ForedraftError` if there is none."""
     default_registry()  # a plugin may bring the classes of its targets
     try:
+        _check_there(name)
         config = AutoConfig.from_pretrained(name, **loading.source)
         model = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
         if loading.trust_remote_code and model:  # AutoModel registers it as it loads; drafts are planned before that
@@ -62,6 +65,7 @@ def load_tokenizer(name: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBa
     """The tokenizer of the target in a directory or on the hub. Raises `ForedraftError` if there is none."""
     default_registry()
     try:
+        _check_there(name)
         return AutoTokenizer.from_pretrained(name, **loading.source)
     except (OSError, ValueError, ImportError) as error:
         raise ForedraftError(f"the tokenizer of target '{name}' could not be loaded: {error}") from error
@@ -82,6 +86,12 @@ def load_target(name: str, dtype: str, loading: Loading = PLAIN) -> PreTrainedMo
 def place(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
     """`model` on `device`, unless a device map has put its parts where they belong."""
     return model if hasattr(model, "hf_device_map") else model.to(device)
+
+
+def _check_there(name: str) -> None:
+    """Raises `OSError` for what can only be a directory and is none: the hub need not be asked, and would only confuse."""
+    if not Path(name).is_dir() and (Path(name).exists() or not HUB_ID.fullmatch(name)):
+        raise NotADirectoryError("it is a file, a directory is expected" if Path(name).exists() else "no such directory")
 
 
 def _base_of(name: str, loading: Loading) -> str | None:

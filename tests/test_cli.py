@@ -1,6 +1,7 @@
 """The command line, from training to decoding on a tiny target; what a user can mend is told without a traceback."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -203,8 +204,7 @@ class TestTrain:
         run["trainign"] = run.pop("training")
         run["data"]["max_lenght"] = 5
         run["data"]["held_out"] = -1
-        run["options"] = {"ttt_step": 3}
-        run["training"] = {"learning_rat": 1e-4, "output_dir": "x"}
+        run["training"] = {"learning_rat": 1e-4, "output_dir": "x", "weight_decay": "fast", "per_device_train_batch_size": 0}
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
         message = command.fails("train", tmp_path / "run.yaml")
         assert message.startswith(f"error: {tmp_path}/run.yaml:\n")
@@ -212,18 +212,58 @@ class TestTrain:
             "unknown option 'trainign'; did you mean 'training'?",
             "unknown option 'data.max_lenght'; did you mean 'data.max_length'?",
             "data.held_out=-1: Input should be greater than or equal to 0",
-            "algorithm 'eagle3': unknown option 'ttt_step'; did you mean 'ttt_steps'?",
             "unknown training argument 'learning_rat'; did you mean 'learning_rate'?",
             "training.output_dir: set output_dir, one level up",
+            "training.weight_decay='fast': Input should be a valid number",
+            "training.per_device_train_batch_size=0: Input should be greater than or equal to 1",
         ):
             assert part in message
+
+    def test_a_misspelt_key_is_told_before_torch_is_loaded(self, tmp_path: Path) -> None:
+        (tmp_path / "run.yaml").write_text("{target: t, output_dir: o, data: {train: d}, trainign: {}}")
+        lines = ("import sys", "from foredraft.cli import main", "try:", "  main()", "finally:", "  assert 'torch' not in sys.modules")
+        program = [sys.executable, "-c", "\n".join(lines), "train", str(tmp_path / "run.yaml")]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"error: {tmp_path}/run.yaml:\n  unknown option 'trainign'; did you mean 'training'?")
+
+    def test_what_keys_name_is_looked_at_together(self, command: Command, work: Path, tmp_path: Path) -> None:
+        """Before the target's weights, which are missing here, are loaded."""
+        shutil.copytree(work / "target", tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors"))
+        (tmp_path / "file").write_text("")
+        message = command.fails(
+            "train",
+            work / "run.yaml",
+            f"target={tmp_path}/target",
+            f"output_dir={tmp_path}/file/run",
+            "hidden_states_cache=/proc/cache",
+            "data.train=[missing.jsonl, ./nor/this]",
+            "aux_layers=[1, 2, 8]",
+            "draft_vocab_size=301",
+            "training.report_to=wandb",
+        )
+        assert message.startswith("error: this run cannot start:\n")
+        for part in (
+            f"output_dir: '{tmp_path}/file/run' cannot be written, for '{tmp_path}/file': it is no directory",
+            "hidden_states_cache: '/proc/cache' cannot be written, for '/proc': ",
+            "data 'missing.jsonl': no such file",
+            "data './nor/this': no such file",
+            "[8] lie outside 1..7",
+            "draft_vocab_size=301 does not fit the target's vocabulary of 300",
+            "requires wandb to be installed",
+        ):
+            assert part in message
+        message = command.fails("train", work / "run.yaml", "target=./nope", "options.ttt_step=3", "adapter=lama")
+        assert "no target or draft at './nope': no such directory\n" in message
+        assert "algorithm 'eagle3': unknown option 'ttt_step'; did you mean 'ttt_steps'?" in message
+        assert not list(tmp_path.glob("file/*"))
 
     @pytest.mark.parametrize(
         ("override", "error"),
         [
             ("algoritm=eagle3", "unknown option 'algoritm'; did you mean 'algorithm'?"),
             ("algorithm=eagel3", "unknown algorithm 'eagel3'; did you mean 'eagle3'?"),
-            ("algorithm=3", "unknown algorithm '3'"),
+            ("algorithm=3", "algorithm=3: Input should be a valid string"),
             ("training.learning_rat=1", "unknown training argument 'learning_rat'; did you mean 'learning_rate'?"),
             ("training=3", "training=3: Input should be a valid dictionary"),
             ("options=3", "options=3: Input should be a valid dictionary"),
@@ -233,7 +273,7 @@ class TestTrain:
             ("target.x=1", "override 'target.x=1': 'target' holds a value, no keys"),
             ("data.train=[", "override 'data.train=[': '[' is no YAML value"),
             ("training.eval_strategy=sometimes", "training arguments: sometimes is not a valid IntervalStrategy"),
-            ("target=/no/such/target", "the tokenizer of target '/no/such/target' could not be loaded"),
+            ("target=/no/such/target", "no target or draft at '/no/such/target': no such directory"),
             ("data.train=missing.jsonl", "data 'missing.jsonl': no such file"),
             ("data.held_out=12", "cannot hold out 12 of the 12 conversations"),
             ("draft_vocab_size=301", "draft_vocab_size=301 does not fit the target's vocabulary of 300"),
@@ -258,7 +298,7 @@ class TestTrain:
             (None, "No such file or directory"),
             ("a: [", "is no YAML"),
             ("hello", "holds str, expected keys: "),
-            ("{}", "target={}: Field required"),
+            ("{}", "target: Field required"),
         ],
     )
     def test_bad_run_files(self, command: Command, tmp_path: Path, content: str | None, error: str) -> None:

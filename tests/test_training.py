@@ -1,5 +1,6 @@
 """The trainer: it learns, accumulates, resumes, stops when it must; the cache of hidden states; two ranks."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from rigged import arguments, letter_tokenizer, predictable_target, trainer_of, written_rows
 from safetensors.torch import load_file, save_file
 from tiny import Document, tiny_batch, tiny_draft, tiny_rows, tiny_target
@@ -24,6 +26,7 @@ from transformers import TrainerCallback
 from foredraft import Conversations, DraftTrainer, DraftTrainingArguments, ForedraftError, Signal, Target, auto_draft, pack
 from foredraft.registry import default_registry
 from foredraft.training import CachedTarget, NonFiniteLoss
+from foredraft.training.arguments import training_schema
 from foredraft.training.resume import checkpoints_of, latest_complete
 
 HERE = Path(__file__).parent
@@ -479,6 +482,38 @@ def test_python_use(tmp_path: Path) -> None:
 def test_a_model_in_place_of_a_target(tmp_path: Path) -> None:
     trainer = DraftTrainer(fresh(), MODEL, arguments(tmp_path), train_dataset=ROWS)
     assert trainer.target.aux_layers == (2, 4, 5)
+
+
+WRONG: Mapping[str, tuple[dict[str, Any], str]] = {
+    "another width": ({"target": tiny_target(hidden=64)}, "hidden_size: the draft expects 32, the target has 64"),
+    "another vocabulary": ({"target": tiny_target(vocab=60)}, "vocab_size: the draft expects 50, the target has 60"),
+    "conversations": ({"train_dataset": [[{"role": "user", "content": "hi"}]]}, "train_dataset: expected packed rows .* found list"),
+    "records": ({"eval_dataset": {"a": [{"messages": []}]}}, "eval_dataset 'a': expected packed rows .* found the fields messages"),
+    "nothing": ({"train_dataset": []}, "train_dataset is empty"),
+    "ids beyond the embedding": ({"train_dataset": [{**ROWS[0], "input_ids": [50] * 16}]}, "holds token 50, .* has 50 rows"),
+    "the same from a file": ({"train_dataset": Dataset.from_list([{**ROWS[0], "input_ids": [50] * 16}])}, "holds token 50, .* has 50 rows"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_a_training_is_given(tmp_path: Path, wrong: str) -> None:
+    given, message = WRONG[wrong]
+    with pytest.raises(ForedraftError, match=message):
+        DraftTrainer(fresh(), args=arguments(tmp_path), **{"target": MODEL, "train_dataset": ROWS, **given})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("learning_rate", "fast"), ("per_device_train_batch_size", 0), ("report_to", "wandb"), ("optim", "no such")]
+)
+def test_training_arguments_that_cannot_be(tmp_path: Path, field: str, value: Any) -> None:
+    with pytest.raises(ForedraftError, match=r"fast|greater than or equal to 1|wandb|no such"):
+        arguments(tmp_path, **{field: value})
+
+
+def test_the_keys_of_training_are_transformers_own(tmp_path: Path) -> None:
+    """They are read from its source, not imported."""
+    assert {f.name for f in dataclasses.fields(DraftTrainingArguments) if f.init} == set(training_schema().model_fields)
+    assert arguments(tmp_path, learning_rate="1e-4", num_train_epochs=2).learning_rate == 1e-4
 
 
 def test_a_draft_without_an_algorithm(tmp_path: Path) -> None:

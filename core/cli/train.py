@@ -11,10 +11,11 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: training.learning_rate=1e-4")] = None,
 ) -> None:
     """Train a draft as a YAML file says; `key=value` overrides its entries."""
-    from ..training.run import train as carry_out
     from ..training.settings import RunConfig
 
-    config = RunConfig.load(run, overrides or [])
+    config = RunConfig.load(run, overrides or [])  # before torch is loaded: a misspelt key is told at once
+    from ..training.run import train as carry_out
+
     draft = carry_out(config)
     print(f"\ndraft: {draft}\ncurves: {draft.parent / 'training.png'}")
     print(f"next: foredraft eval --target {config.target} --draft {draft} --prompts FILE")

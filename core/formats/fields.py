@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..auto import describe_validation
-from ..errors import ForedraftError
+from ..errors import ForedraftError, describe_validation
 
 # Larger than any model's; small enough that a product of two fits 64 bits.
 Size = Annotated[int, Field(ge=1, le=2**24)]

@@ -1,6 +1,22 @@
 """Training: the trainer, runs described by a YAML file, checkpoints to resume from."""
 
-from .cache import CachedTarget
-from .trainer import DraftTrainer, DraftTrainingArguments, NonFiniteLoss
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cache import CachedTarget
+    from .trainer import DraftTrainer, DraftTrainingArguments, NonFiniteLoss
 
 __all__ = ["CachedTarget", "DraftTrainer", "DraftTrainingArguments", "NonFiniteLoss"]
+
+
+def __getattr__(name: str) -> Any:
+    """On first use, so that the settings of a run can be read without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'foredraft.training' has no attribute '{name}'")
+    if name == "CachedTarget":
+        from . import cache
+
+        return cache.CachedTarget
+    from . import trainer
+
+    return getattr(trainer, name)

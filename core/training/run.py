@@ -1,7 +1,6 @@
 """A training run carried out, from its settings to the finished draft."""
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -12,12 +11,14 @@ from ..card import public_name
 from ..checkpoint import save_draft, write_text
 from ..data import Conversations, pack
 from ..errors import ForedraftError
-from ..target import Target, load_target, load_tokenizer
+from ..target import Target, load_config, load_target, load_tokenizer
 from .cache import CachedTarget
+from .checks import check_run
+from .inputs import check_rows
 from .plot import plot_training
 from .resume import latest_complete
 from .settings import DataConfig, RunConfig
-from .trainer import DraftTrainer, DraftTrainingArguments
+from .trainer import DraftTrainer
 
 RUN_FILE = "run.json"
 """The settings of the run that wrote an output_dir."""
@@ -26,13 +27,15 @@ RUN_FILE = "run.json"
 def train(config: RunConfig) -> Path:
     """Carry out a run; returns the directory of the finished draft, `output_dir/draft`."""
     torch.set_float32_matmul_precision(config.matmul_precision)
-    arguments = _arguments(config)
+    arguments = check_run(config)
     _check_resume(config)
-    tokenizer, model = load_tokenizer(config.target, config), load_target(config.target, config.target_dtype, config)
+    tokenizer = load_tokenizer(config.target, config)
     conversations, held_out = load_split(config.data)
     rows = pack(conversations, tokenizer, config.data.max_length)
     eval_rows = pack(held_out, tokenizer, config.data.max_length) if held_out else None
     print(f"training data: {rows.info.description}", flush=True)
+    check_rows(rows, load_config(config.target, config).get_text_config().vocab_size, "the training data")
+    model = load_target(config.target, config.target_dtype, config)
     set_seed(arguments.seed)
     draft = auto_draft(
         model.config,
@@ -44,12 +47,6 @@ def train(config: RunConfig) -> Path:
     )
     sources = [config.data.train] if isinstance(config.data.train, str) else config.data.train
     draft.config.foredraft["data"] = {"sources": [public_name(source) for source in sources], "packed": rows.info.description}
-    spec = draft.config.spec
-    if config.train_embedding and (spec.target_head or spec.num_layers == 0):
-        raise ForedraftError(
-            f"train_embedding: a draft by algorithm '{config.algorithm}' "
-            + ("has no embedding of its own, it uses its target's" if spec.target_head else "reads no embedding")
-        )
     draft.embed_tokens.requires_grad_(config.train_embedding)
     layers = draft.config.aux_layers
     target = CachedTarget(model, layers, config.hidden_states_cache) if config.hidden_states_cache else Target(model, layers)
@@ -71,18 +68,6 @@ def train(config: RunConfig) -> Path:
         save_draft(draft, finished)
     trainer.accelerator.wait_for_everyone()
     return finished
-
-
-def _arguments(config: RunConfig) -> DraftTrainingArguments:
-    try:
-        # A bar on a terminal, lines in a log file.
-        defaults = {"save_strategy": "epoch", "disable_tqdm": not sys.stderr.isatty()}
-        arguments = DraftTrainingArguments(**{**defaults, **config.training, "output_dir": config.output_dir})
-    except (ValueError, TypeError, ImportError) as error:
-        raise ForedraftError(f"training arguments: {error}") from error
-    if arguments.eval_strategy != "no" and not config.data.held_out:
-        raise ForedraftError("training.eval_strategy asks for evaluations: set data.held_out, there is nothing to evaluate on")
-    return arguments
 
 
 def _check_resume(config: RunConfig) -> None:

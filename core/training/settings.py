@@ -1,6 +1,5 @@
-"""The settings of a training run: a YAML file and `key=value` overrides, checked as a whole before anything is loaded."""
+"""The settings of a training run: a YAML file and `key=value` overrides, their keys and types checked without loading torch."""
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,12 +8,14 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from ..auto import DEFAULT_ALGORITHM, describe_validation, make_algorithm
-from ..errors import ForedraftError, nearest
+from ..errors import ForedraftError, describe_validation
+from ..frozen import Frozen
 from ..loading import Loading
-from ..protocols import Frozen
-from ..registry import default_registry
-from .trainer import DraftTrainingArguments
+from ..registry import DEFAULT_ALGORITHM
+from .arguments import check_training
+
+ABOVE = {"output_dir": "output_dir", "resume_from_checkpoint": "resume"}
+"""What is said beside `training`, not in it."""
 
 
 class DataConfig(Frozen):
@@ -72,7 +73,10 @@ class RunConfig(Loading):
 
     @classmethod
     def check(cls, fields: Mapping[str, Any], where: str = "run") -> "RunConfig":
-        """Validate fields, the algorithm's options and the training arguments together."""
+        """Validate all keys and the types of their values; what they name is looked at by `train`, before it loads anything.
+
+        Raises `ForedraftError` that lists everything wrong.
+        """
         problems = []
         config = None
         try:
@@ -80,20 +84,13 @@ class RunConfig(Loading):
         except ValidationError as error:
             known = {**cls.model_fields, **{f"data.{k}": v for k, v in DataConfig.model_fields.items()}}
             problems.append(describe_validation(error, known))
-        training, options, algorithm = (fields.get(key) for key in ("training", "options", "algorithm"))
-        known_arguments = [f.name for f in dataclasses.fields(DraftTrainingArguments) if f.init]
-        for key in training if isinstance(training, dict) else ():
-            if key not in known_arguments:
-                problems.append(f"unknown training argument '{key}'{nearest(key, known_arguments)} (see transformers.TrainingArguments)")
-            elif key in ("output_dir", "resume_from_checkpoint"):
-                problems.append(f"training.{key}: set {key.split('_from')[0]}, one level up")
-        try:
-            make_algorithm(str(algorithm or DEFAULT_ALGORITHM), options if isinstance(options, dict) else {}, default_registry())
-        except ForedraftError as error:
-            problems.append(str(error))
-        if problems or config is None:
-            raise ForedraftError(f"{where}:\n  " + "\n  ".join(problems))
-        return config
+        training = fields.get("training")
+        training = training if isinstance(training, dict) else {}
+        typed, wrong = check_training(training)
+        wrong += [f"training.{key}: set {above}, one level up" for key, above in ABOVE.items() if key in training]
+        if wrong or problems or config is None:
+            raise ForedraftError(f"{where}:\n  " + "\n  ".join(problems + wrong))
+        return config.model_copy(update={"training": typed})
 
 
 def parse_options(overrides: Sequence[str]) -> dict[str, Any]:

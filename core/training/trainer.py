@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,13 +12,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..data import DraftCollator
+from ..decoding.generate import check_pair
 from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..losses import estimated_tau
 from ..target import Target, place
+from .arguments import check_training
+from .inputs import check_rows
 from .progress import DraftPrinter, DraftProgress, SeedByEpoch
 from .ready import check_ready
 from .resume import latest_complete
@@ -40,9 +45,24 @@ class DraftTrainingArguments(TrainingArguments):
     use_cpu: bool = field(default=False, metadata={"help": "train on the CPU; implied where there is no accelerator"})
 
     def __post_init__(self) -> None:
-        """Without an accelerator the CPU is meant: transformers refuses `bf16` there unless told so."""
+        """Without an accelerator the CPU is meant: transformers refuses `bf16` there unless told so.
+
+        Raises `ForedraftError` for values of another type, out of range, or naming trackers that are not installed.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init and getattr(self, f.name) != f.default}
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+        typed, problems = check_training(given)
+        if problems:
+            raise ForedraftError("\n".join(problems))
+        for name, value in typed.items():
+            setattr(self, name, value)
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        super().__post_init__()
+        try:
+            super().__post_init__()
+            for tracker in get_reporting_integration_callbacks(self.report_to):
+                tracker()  # Trainer makes its own; this one tells what is not installed
+        except (ValueError, TypeError, ImportError, RuntimeError) as error:
+            raise ForedraftError(f"training arguments: {error}") from error
 
 
 class DraftTrainer(Trainer):
@@ -61,9 +81,10 @@ class DraftTrainer(Trainer):
             raise ForedraftError(
                 f"{args.n_gpu} GPUs in one process: start one process per GPU, `torchrun --nproc-per-node {args.n_gpu} ...`"
             )
+        check_pair(target.model if isinstance(target, Target) else target, model)
         self.target = target if isinstance(target, Target) else Target(target, model.config.aux_layers)
-        if not model.complete:  # loaded, and its embedding and head are the target's
-            model.take_head(self.target)
+        for name in ("train_dataset", "eval_dataset"):
+            check_rows(kwargs.get(name), model.config.vocab_size, name)
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self._bad_rows: Tensor | None = None
         kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed))
