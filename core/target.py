@@ -15,8 +15,9 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import find_adapter_config_file
 
 from .config import check_aux_layers
+from .data import with_template
 from .errors import ForedraftError
-from .loading import PLAIN, Loading
+from .loading import PLAIN, Loading, Rendering
 from .protocols import Batch
 from .registry import default_registry
 
@@ -66,9 +67,10 @@ def load_tokenizer(name: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBa
     default_registry()
     try:
         _check_there(name)
-        return AutoTokenizer.from_pretrained(name, **loading.source)
+        tokenizer = AutoTokenizer.from_pretrained(name, **loading.source)
     except (OSError, ValueError, ImportError) as error:
         raise ForedraftError(f"the tokenizer of target '{name}' could not be loaded: {error}") from error
+    return with_template(tokenizer, loading.chat_template, loading.template_kwargs) if isinstance(loading, Rendering) else tokenizer
 
 
 def load_target(name: str, dtype: str, loading: Loading = PLAIN) -> PreTrainedModel:

@@ -160,12 +160,22 @@ class TestPreview:
         assert "tokens are supervised (spans from rendering prefixes)" in out
         assert "12 conversations in" in out
 
+    def test_another_template_split_and_strict(self, command: Command, work: Path, tmp_path: Path) -> None:
+        template = "{% if thinking is defined and not thinking %}NO THOUGHT{% endif %}" + CHATML
+        (tmp_path / "bad.jsonl").write_text((work / "chat.jsonl").read_text() + "null\n")
+        arguments = ("preview", tmp_path / "bad.jsonl", "--target", work / "target", "--chat-template", template)
+        _, out, _ = command(*arguments, "--split", "train[:2]", "--template-kwargs", "{thinking: false}")
+        assert "NO THOUGHT" in out
+        assert "2 conversations in" in out
+        assert "bad.jsonl, line 13: a record that is no object: None" in command.fails(*arguments, "--strict")
+        assert "template_kwargs: expected a mapping, such as" in command.fails(*arguments, "--template-kwargs", "thinking")
+
     def test_errors(self, command: Command, work: Path, tmp_path: Path) -> None:
         target = ("--target", work / "target")
         assert command.fails("preview", "missing.jsonl", *target) == "error: data 'missing.jsonl': no such file"
         assert command.fails("preview", work / "chat.jsonl", *target, "--index", 12).endswith("has 12 conversations")
         (tmp_path / "bad.jsonl").write_text('{"text": "hi"}\n')
-        assert "bad.jsonl, record 0: expected a list under 'messages'" in command.fails("preview", tmp_path / "bad.jsonl", *target)
+        assert "bad.jsonl, line 1: no turns: expected a list under 'messages'" in command.fails("preview", tmp_path / "bad.jsonl", *target)
         missing = command.fails("preview", work / "chat.jsonl", "--target", work / "missing")
         assert missing.startswith(f"error: the tokenizer of target '{work}/missing' could not be loaded")
         strip = CHATML.replace("{{ m.content }}", "{% if loop.last %}{{ m.content }}{% endif %}")
@@ -363,11 +373,10 @@ class TestDecode:
         assert "could not be loaded" in command.fails("generate", "hi", "--target", work / "missing", "--draft", draft)
         assert "holds no config.json" in command.fails("generate", "hi", *target, "--draft", work / "missing")
         assert "--dtype float8: choose auto" in command.fails("generate", "hi", *target, "--draft", draft, "--dtype", "float8")
-        assert "No such file" in command.fails("eval", *target, "--draft", draft, "--prompts", work / "missing.jsonl")
+        assert "no such file" in command.fails("eval", *target, "--draft", draft, "--prompts", work / "missing.jsonl")
         (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
-        assert "bad.jsonl', line 2: expected 'prompt'" in command.fails(
-            "eval", *target, "--draft", draft, "--prompts", tmp_path / "bad.jsonl"
-        )
+        strict = ("--prompts", tmp_path / "bad.jsonl", "--strict")
+        assert "bad.jsonl, line 2: no turns: expected a list" in command.fails("eval", *target, "--draft", draft, *strict)
 
     def test_a_target_in_place_of_the_draft(self, command: Command, work: Path) -> None:
         message = command.fails("generate", "hi", "--target", work / "target", "--draft", work / "target")

@@ -1,136 +1,71 @@
-"""Conversations from files, what of them is supervised, how they are packed, and answering them anew."""
+"""What of a conversation is supervised, how conversations are packed, and the batches made of rows."""
 
-import gzip
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
-from tiny import CHATML, CHATML_TAGGED, TOKENS, tiny_target, tiny_tokenizer
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from foredraft import AlgorithmBase, Conversations, DraftCollator, ForedraftError, pack
-from foredraft.data import Renderer
+from foredraft.data import Conversation, Rendered, Renderer, Unusable, render, with_template
 from foredraft.data.collate import positions_within, seed_of
-from foredraft.data.regenerate import regenerate
 
 Messages = list[dict[str, Any]]
-
-
-def chat(*contents: str) -> Messages:
-    """User and assistant in turn."""
-    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-
-
 THREE = [chat(f"question {i}", f"answer {i}") for i in range(3)]
-JSONL = "\n".join(json.dumps({"messages": messages}) for messages in THREE) + "\n"
+
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|stop|>\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|stop|>\n\n{% endif %}"
+)
+"""Like Llama 3's: trims, with headers of special tokens."""
+PHI3 = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+"""Like Phi-3's: closed at its end by the end-of-text token, whoever spoke last."""
+TOOLS = (
+    "{% for t in tools or [] %}<|im_start|>tool\n{{ t | tojson }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Like Qwen's: tools ahead, calls behind a turn's text."""
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+"""Without special tokens."""
+TEMPLATES = {"chatml": CHATML, "tagged": CHATML_TAGGED, "llama3": LLAMA3, "phi3": PHI3, "tools": TOOLS, "plain": PLAIN}
 
 
-@pytest.fixture(autouse=True)
-def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets-cache")
-
-
-def write(file: Path, content: str | bytes) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(content.encode() if isinstance(content, str) else content)
-    return file
-
-
-class TestLoad:
-    @pytest.mark.parametrize(
-        ("name", "content"),
-        [
-            ("a.jsonl", JSONL),
-            ("a.json", json.dumps([{"messages": m} for m in THREE])),
-            ("a.jsonl.gz", gzip.compress(JSONL.encode())),
-        ],
-    )
-    def test_json(self, tmp_path: Path, name: str, content: str | bytes) -> None:
-        loaded = Conversations.load(write(tmp_path / name, content))
-        assert loaded == THREE
-        assert loaded.source == str(tmp_path / name)
-
-    def test_parquet(self, tmp_path: Path) -> None:
-        datasets.Dataset.from_list([{"messages": m} for m in THREE]).to_parquet(tmp_path / "a.parquet")
-        assert Conversations.load(tmp_path / "a.parquet") == THREE
-
-    def test_folder_and_split(self, tmp_path: Path) -> None:
-        write(tmp_path / "data" / "train.jsonl", JSONL)
-        write(tmp_path / "data" / "test.jsonl", JSONL.replace("answer", "reply"))
-        assert Conversations.load(tmp_path / "data") == THREE
-        assert Conversations.load(tmp_path / "data", split="test")[0] == chat("question 0", "reply 0")
-        with pytest.raises(ForedraftError, match=r"'.*data' could not be read: .*[Uu]nknown split \"dev\""):
-            Conversations.load(tmp_path / "data", split="dev")
-
-    def test_sharegpt(self, tmp_path: Path) -> None:
-        turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-        loaded = Conversations.load(write(tmp_path / "a.jsonl", json.dumps({"conversations": turns}) + "\n"))
-        assert loaded == [[{"role": "system", "content": "s"}, *chat("q", "a")]]
-
-    def test_further_fields_of_a_turn_are_kept_and_gaps_are_not(self, tmp_path: Path) -> None:
-        first = [{"role": "user", "content": "q", "name": "ada"}, {"role": "assistant", "content": "a"}]
-        loaded = Conversations.load(write(tmp_path / "a.jsonl", json.dumps({"messages": first}) + "\n"))
-        assert loaded == [first]  # no name=None on the second turn
-
-    def test_line_separators_inside_text(self, tmp_path: Path) -> None:
-        messages = chat("one\u2028two", "three\x85four")
-        file = write(tmp_path / "a.jsonl", json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-        assert Conversations.load(file) == [messages]
-
-    @pytest.mark.parametrize(
-        ("name", "content", "error"),
-        [
-            ("a.txt", "hello", r"a.txt': unknown file type '.txt'; known: .jsonl, .json, .gz, .parquet"),
-            ("a.jsonl", "", r"a.jsonl' is empty"),
-            ("a.jsonl", JSONL[:-20], r"a.jsonl' could not be read: .*row 2"),
-            ("a.jsonl", JSONL.replace("}]}", "nonsense", 1), r"a.jsonl' could not be read: .*row 0"),
-            ("a.json", json.dumps([{"messages": m} for m in THREE])[:-20], r"a.json' could not be read: .*position \d+"),
-            ("a.jsonl.gz", gzip.compress(JSONL.encode())[:-15], r"a.jsonl.gz' could not be read: EOFError"),
-            ("a.parquet", "PAR1", r"a.parquet' could not be read: .*Parquet"),
-            ("a.jsonl", '{"text": "hi"}\n', r"a.jsonl, record 0: expected a list under 'messages' or 'conversations', .*found .*'text'"),
-            ("a.jsonl", JSONL + '{"text": "hi"}\n', r"a.jsonl, record 3: expected a list under 'messages'"),
-            ("a.jsonl", JSONL + '{"messages": []}\n', r"a.jsonl, record 3: expected a list under 'messages'"),
-            ("a.jsonl", '{"messages": ["hi", "ho"]}\n', r"a.jsonl, record 0, turn 0: expected an object .* found 'hi'"),
-            ("a.jsonl", '{"messages": [{"role": "user", "text": "hi"}]}\n', r"a.jsonl, record 0, turn 0: expected 'role' and 'content'"),
-        ],
-    )
-    def test_errors_name_the_file_and_the_record(self, tmp_path: Path, name: str, content: str | bytes, error: str) -> None:
-        with pytest.raises(ForedraftError, match=error):
-            Conversations.load(write(tmp_path / name, content))
-
-    @pytest.mark.parametrize("source", ["missing.jsonl", "./missing", "/no/such/folder"])
-    def test_missing(self, source: str) -> None:
-        with pytest.raises(ForedraftError, match=f"data '{source}': no such file"):
-            Conversations.load(source)
-
-
-class TestHoldingOut:
-    conversations = Conversations([chat(str(i), "a") for i in range(20)], "somewhere")
-
-    def test_a_partition_in_order(self) -> None:
-        train, held_out = self.conversations.holding_out(5)
-        assert (len(train), len(held_out)) == (15, 5)
-        assert sorted([*train, *held_out], key=self.conversations.index) == self.conversations
-        assert train == sorted(train, key=self.conversations.index)
-        assert (train.source, held_out.source) == ("somewhere", "somewhere (held out)")
-
-    def test_the_seed_decides(self) -> None:
-        assert self.conversations.holding_out(5, seed=1) == self.conversations.holding_out(5, seed=1)
-        assert self.conversations.holding_out(5, seed=1) != self.conversations.holding_out(5, seed=2)
-
-    def test_none_and_too_many(self) -> None:
-        assert self.conversations.holding_out(0) == (self.conversations, [])
-        with pytest.raises(ForedraftError, match="cannot hold out 20 of the 20 conversations of 'somewhere'"):
-            self.conversations.holding_out(20)
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    tokenizer = tiny_tokenizer(TEMPLATES[name], eos="<|endoftext|>" if name == "phi3" else "<|im_end|>")
+    marks = ["<|start|>", "<|stop|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|call|>"]
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>", "additional_special_tokens": marks})
+    return tokenizer
 
 
 def supervised(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], spans: Sequence[int]) -> list[str]:
     """The text of each span."""
     return [tokenizer.decode([i for i, s in zip(ids, spans, strict=True) if s == span]) for span in range(max(spans) + 1)]
+
+
+def readable(tokenizer: PreTrainedTokenizerFast, messages: Messages) -> tuple[list[int], list[int]]:
+    """Ids and spans by rendering every prefix, over tokens of the whole text."""
+
+    def text(count: int, prompt: bool = False) -> str:
+        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+
+    encoded = tokenizer(text(len(messages)), add_special_tokens=False, return_offsets_mapping=True)
+    ids, spans = encoded["input_ids"], [-1] * len(encoded["input_ids"])
+    specials = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for turn, i in enumerate(i for i, m in enumerate(messages) if m["role"] == "assistant"):
+        start, end = len(text(i, prompt=True)), len(text(i + 1).removesuffix("<|endoftext|>"))
+        inside = [n for n, (a, b) in enumerate(encoded["offset_mapping"]) if a >= start and b <= end and b > a]
+        last = max((n for n in inside if ids[n] in specials), default=len(ids))
+        for n in inside:
+            spans[n] = turn if n <= last else -1
+    return ids, spans
 
 
 class TestRenderer:
@@ -161,47 +96,126 @@ class TestRenderer:
         rendered = Renderer(tokenizer).render(chat("a", "b", "c", "d"))
         assert supervised(tokenizer, rendered.ids, rendered.spans) == ["b<|im_end|>", "d<|im_end|>"]
 
-    def test_a_template_without_end_of_turn_token(self) -> None:
-        template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-        tokenizer = tiny_tokenizer(template)
-        rendered = Renderer(tokenizer).render(chat("a", "b"))
-        assert supervised(tokenizer, rendered.ids, rendered.spans) == [" b\n"]
-
     def test_a_template_that_rewrites_earlier_turns_is_refused(self) -> None:
         """Thinking blocks stripped from all turns but the last: the first conversation it happens to is shown."""
         strip = "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}"
         tokenizer = tiny_tokenizer(CHATML.replace("{{ m.content }}", strip))
         fine, broken = chat("a", "<think>x</think>b"), chat("a", "<think>x</think>b", "c", "<think>y</think>d")
         assert Renderer(tokenizer).render(fine).spans[-2] == 0
+        kept, _ = Renderer(tokenizer).render_all(Conversations([fine, broken, broken], "file.jsonl"))
+        assert len(kept) == 1
         with pytest.raises(ForedraftError) as raised:
-            Renderer(tokenizer).render_all(Conversations([fine, broken, broken], "file.jsonl"))
+            Renderer(tokenizer).render_all(Conversations([fine, broken, broken], "file.jsonl"), strict=True)
         text = str(raised.value)
         assert text.startswith("file.jsonl, conversation 1: no consistent assistant mask")
         assert "assistant turn 0" in text
         assert "    user: 'a'\n    assistant: '<think>x</think>b'\n    user: 'c'" in text
+        with pytest.raises(ForedraftError, match=r"no conversation of 'file.jsonl' can be rendered:\n  2 skipped, the first is"):
+            pack(Conversations([broken, broken], "file.jsonl"), tokenizer, 64)
 
     def test_text_that_is_closed_only_at_its_end(self) -> None:
-        """Phi-3's template puts an end-of-text token behind the last turn, whoever spoke: not the model's, and no rewriting of turns."""
-        marks = "<|user|>", "<|assistant|>", "<|end|>"
-        template = (
-            "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
-        )
-        tokenizer = tiny_tokenizer(template, eos="<|endoftext|>")
-        tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+        """Phi-3's end-of-text token behind the last turn, whoever spoke: not the model's, and no rewriting of turns."""
+        tokenizer = tokenizer_of("phi3")
         rendered = Renderer(tokenizer).render(chat("a question", "an answer", "another", "one more"))
         assert supervised(tokenizer, rendered.ids, rendered.spans) == ["an answer<|end|>", "one more<|end|>"]
         assert tokenizer.decode(rendered.ids).endswith("one more<|end|>\n<|endoftext|>")
 
-    def test_tags_that_mark_nothing(self) -> None:
-        tokenizer = tiny_tokenizer(CHATML + "{% generation %}{% endgeneration %}")
-        with pytest.raises(ForedraftError, match=r"(?s)here: the template's generation tags marked nothing.*assistant: 'b'"):
-            Renderer(tokenizer).render(chat("a", "b"), "here")
+    @pytest.mark.parametrize(
+        ("template", "error"),
+        [
+            (CHATML + "{% generation %}{% endgeneration %}", "(?s)the template's generation tags marked nothing.*assistant: 'b'"),
+            ("{{ raise_exception('no such roles') }}", "(?s)the chat template refuses it: no such roles\n.*assistant: 'b'"),
+        ],
+    )
+    def test_templates_that_do_not_do(self, template: str, error: str) -> None:
+        with pytest.raises(Unusable, match=error):
+            Renderer(tiny_tokenizer(template)).render(chat("a", "b"))
 
-    def test_a_template_that_refuses(self) -> None:
-        tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}")
-        with pytest.raises(ForedraftError, match=r"(?s)here: the chat template refuses it: roles must alternate\n.*user: 'a'"):
-            Renderer(tokenizer).render(chat("a"), "here")
+    @pytest.mark.parametrize("name", TEMPLATES)
+    def test_spans_are_those_of_the_readable_way(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of the whole text tokenised, and of its beginning: as one slow loop over prefixes finds them."""
+        monkeypatch.setattr(render, "MARGIN", 16)
+        renderer = Renderer(tokenizer_of(name))
+        for conversation in (
+            [{"role": "system", "content": "be brief"}, *chat("hello", "hi — 😀", " more\nplease ", "no\n\n", "why?")],
+            chat("q", "<|im_end|> said, " * 9 + "then " * 60, "r", "b", "s", "c"),
+            chat(*(f"{i} 😀 " * (i % 4) + "x" for i in range(21))),
+            chat("q" * 300, "a", "r" * 200, "b" * 300),
+        ):
+            ids, spans = readable(renderer.tokenizer, conversation)
+            assert renderer.render(conversation) == Rendered(ids, spans)
+            for length in [*range(40), *range(40, len(ids) + 2, 7)]:
+                assert renderer.render(conversation, length) == Rendered(ids[:length], spans[:length]), length
+
+    def test_a_cut_text_is_tokenised_as_the_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And no more of it than is needed."""
+        tokenizer = tiny_tokenizer()
+        read = []
+        renderer = Renderer(tokenizer)
+        whole = renderer._tokenized
+        monkeypatch.setattr(renderer, "_tokenized", lambda text: read.append(len(text)) or whole(text))
+        for unit in ("the answer is in a sentence. ", "x", " ", "é😀", "question\n\n  another"):
+            conversation = chat("q", unit * 20_000)
+            ids = tokenizer(tokenizer.apply_chat_template(conversation, tokenize=False))["input_ids"]
+            read.clear()
+            assert renderer.render(conversation, 300).ids == ids[:300], unit
+            assert sum(read) < 20_000 or len(unit) == 1
+
+    @pytest.mark.parametrize("name", TEMPLATES)
+    def test_only_turns_that_are_wanted_are_rendered(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of a thousand turns no more than fit a row."""
+        renderer = Renderer(tokenizer_of(name))
+        assert renderer.render(chat("q", "a")).ids  # what is asked once of a template
+        asked = []
+        text = renderer.template.text
+        monkeypatch.setattr(renderer.template, "text", lambda *args, **kwargs: asked.append(args) or text(*args, **kwargs))
+        renderer.render(chat(*("a word" for _ in range(1000))), 100)
+        assert len(asked) < 30
+
+    @pytest.mark.parametrize("name", TEMPLATES)
+    def test_turns_without_content_and_ends_that_are_not_the_models(self, name: str) -> None:
+        tokenizer = tokenizer_of(name)
+        renderer = Renderer(tokenizer)
+        assert set(renderer.render(chat("a", "", "b", " \n")).spans) == {-1}
+        some = renderer.render(chat("a", "", "b", "an answer"))
+        [nothing, said] = supervised(tokenizer, some.ids, some.spans)
+        assert (nothing, said.strip()[:9]) == ("", "an answer")
+        conversation = Conversation(chat("a", "cut short", "b", "whole"), cut=[0])
+        whole, cut = (renderer.render(c) for c in (list(conversation), conversation))
+        assert whole.ids == cut.ids
+        [short, full], [_, same] = (supervised(tokenizer, r.ids, r.spans) for r in (cut, whole))
+        assert (short.strip(), full) == ("cut short", same)
+
+    @pytest.mark.parametrize("arguments", ["c.function.arguments | tojson", "'' + c.function.arguments"])
+    def test_tool_calls(self, arguments: str) -> None:
+        """Rendered with the arguments as an object, or as the text that some templates want; refused where a template drops them."""
+        tokenizer = tiny_tokenizer(TOOLS.replace("c.function.arguments | tojson", arguments))
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|call|>"]})
+        call = {"type": "function", "function": {"name": "look_up", "arguments": '{"word": "x"}'}}
+        record = {"messages": [*chat("q"), {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [{"name": "look_up"}]}
+        rows = pack([record], tokenizer, 256)
+        assert supervised(tokenizer, rows[0]["input_ids"], rows[0]["spans"]) == ['<|call|>look_up {"word": "x"}<|im_end|>']
+        assert '<|im_start|>tool\n{"name": "look_up"}' in tokenizer.decode(rows[0]["input_ids"])
+        with pytest.raises(ForedraftError, match=r"1 skipped, .*conversation 0: tool calls that the chat template does not render"):
+            pack([record], tiny_tokenizer(CHATML), 256)
+
+    def test_another_template_and_variables_of_it(self, tmp_path: Path) -> None:
+        template = "\n{% if thinking is defined and not thinking %}<no>{% endif %}{{ words }}" + CHATML
+        (tmp_path / "template.jinja").write_text(template)
+        messages = chat("a", "b")
+        variables = {"thinking": False, "words": ["it's", '"é\n', 1.5, None, {"k": True}]}
+        for given in (template, str(tmp_path / "template.jinja")):
+            expected = tiny_tokenizer(template).apply_chat_template(messages, tokenize=False, **variables)
+            tokenizer = with_template(tiny_tokenizer(None), given, variables)
+            assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
+            assert expected.startswith("\n<no>")
+            assert tokenizer.decode(Renderer(tokenizer).render(messages).ids) == expected
+        with pytest.raises(
+            ForedraftError, match=r"chat_template 'missing.jinja' is no template, and no file that can be read: .*No such file"
+        ):
+            with_template(tiny_tokenizer(), "missing.jinja")
+        with pytest.raises(ForedraftError, match=r"template_kwargs \['a b', 'x'\]: expected names"):
+            with_template(tiny_tokenizer(), None, {"a b": 1, "x": object(), "fine": 1})
 
     def test_no_template(self) -> None:
         with pytest.raises(ForedraftError, match="no chat template"):
@@ -240,7 +254,7 @@ class TestPack:
         )
 
     def test_nothing_is_lost_or_torn(self) -> None:
-        conversations = [chat("q" * (i % 7), "a" * (i % 5)) for i in range(40)]
+        conversations = [chat("q" * (i % 7), "a" * (1 + i % 5)) for i in range(40)]
         rows = pack(Conversations(conversations), tiny_tokenizer(), 64)
         texts = []
         for row in rows:
@@ -298,112 +312,3 @@ class TestCollator:
     def test_positions_restart_with_each_document(self) -> None:
         documents = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 2, 2, 2, 2, 2]])
         assert positions_within(documents).tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 0, 0, 1, 2, 3, 4]]
-
-
-QUESTIONS = Conversations(
-    [
-        chat("short", "old"),
-        chat("a much longer question, with many words", "old", "and then?", "old"),
-        [{"role": "system", "content": "be brief"}, *chat("why?")],
-        chat("one\u2028two", "old", "three", "old", "four"),
-        chat("the last one"),
-    ],
-    "questions.jsonl",
-)
-
-
-@pytest.fixture(scope="module")
-def target() -> LlamaForCausalLM:
-    return tiny_target(layers=2, vocab=TOKENS, eos_token_id=2, pad_token_id=0)
-
-
-def answer(target: LlamaForCausalLM, out: Path, conversations: Conversations = QUESTIONS, **settings: Any) -> dict[int, dict[str, Any]]:
-    """Run `regenerate`; what the file holds afterwards, by index."""
-    regenerate(target, tiny_tokenizer(), conversations, out, **{"max_new_tokens": 6, "batch_size": 3, "show_progress": False, **settings})
-    return by_index(out)
-
-
-def by_index(file: Path) -> dict[int, dict[str, Any]]:
-    rows = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
-    found = {row["index"]: row for row in rows}
-    assert len(found) == len(rows), f"answered twice: {[row['index'] for row in rows]}"
-    return found
-
-
-def greedy(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, messages: Messages) -> list[int]:
-    """Six tokens at most."""
-    ids = torch.tensor([tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]])
-    return target.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
-
-
-class TestRegenerate:
-    def test_answers_equal_generate_one_by_one(self, target: LlamaForCausalLM, tmp_path: Path) -> None:
-        """Batched and padded, turn by turn, each on the answers before."""
-        tokenizer = tiny_tokenizer()
-        rows = answer(target, tmp_path / "out.jsonl")
-        for index, asked in enumerate(QUESTIONS):
-            history: Messages = []
-            finish = []
-            for message in asked:
-                if message["role"] == "assistant":
-                    continue
-                history.append(message)
-                if message["role"] == "user":
-                    new = greedy(target, tokenizer, history)
-                    finish.append("stop" if 2 in new else "length")
-                    history.append({"role": "assistant", "content": tokenizer.decode(new, skip_special_tokens=True)})
-            assert rows[index] == {"messages": history, "index": index, "finish": finish}
-        assert rows == answer(target, tmp_path / "single.jsonl", batch_size=1)
-
-    def test_finish_reasons(self, target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With the second token of an answer as end of text, that answer stops there."""
-        tokenizer = tiny_tokenizer()
-        new = greedy(target, tokenizer, QUESTIONS[4])
-        assert new[0] != new[1]
-        monkeypatch.setattr(target.generation_config, "eos_token_id", [2, new[1]])
-        row = answer(target, tmp_path / "out.jsonl", Conversations([QUESTIONS[4]]))[0]
-        assert row["finish"] == ["stop"]
-        assert row["messages"][-1]["content"] == tokenizer.decode(new[:1], skip_special_tokens=True)
-        assert answer(target, tmp_path / "short.jsonl", Conversations([QUESTIONS[4]]), max_new_tokens=1)[0]["finish"] == ["length"]
-
-    def test_resumes_after_a_half_written_line(self, target: LlamaForCausalLM, tmp_path: Path) -> None:
-        whole = answer(target, tmp_path / "whole.jsonl")
-        out = tmp_path / "out.jsonl"
-        lines = (tmp_path / "whole.jsonl").read_bytes().split(b"\n")
-        for keep in (0, 1, 4):
-            out.write_bytes(b"".join(line + b"\n" for line in lines[:keep]) + lines[keep][:30])
-            assert answer(target, out) == whole
-        before = out.read_bytes()
-        assert regenerate(target, tiny_tokenizer(), QUESTIONS, out, show_progress=False) == 0
-        assert out.read_bytes() == before
-
-    def test_prompts_that_are_too_long_are_skipped_and_the_file_can_be_continued(self, target: LlamaForCausalLM, tmp_path: Path) -> None:
-        conversations = Conversations([chat("q"), chat("long " * 50), chat("q", "old", "long " * 50)])
-        rows = answer(target, tmp_path / "out.jsonl", conversations, max_prompt_tokens=60)
-        assert rows.keys() == {0, 2}
-        assert len(rows[2]["messages"]) == 2
-        assert answer(target, tmp_path / "out.jsonl", conversations, max_prompt_tokens=60) == rows
-
-    @pytest.mark.parametrize(
-        ("content", "error"),
-        [
-            (
-                '{"messages": [{"role": "user", "content": "else"}], "index": 0, "finish": []}\n',
-                "line 1 answers other questions than record 0",
-            ),
-            ('{"messages": [], "index": 99, "finish": []}\n', "line 1 was not written by `foredraft regenerate` for this data"),
-            (JSONL, "line 1 was not written by `foredraft regenerate`"),
-            ("notes\n", "line 1 was not written by `foredraft regenerate`"),
-        ],
-    )
-    def test_a_file_of_other_data_is_refused(self, target: LlamaForCausalLM, tmp_path: Path, content: str, error: str) -> None:
-        out = write(tmp_path / "out.jsonl", content)
-        with pytest.raises(ForedraftError, match=error):
-            answer(target, out)
-        assert out.read_text() == content
-
-    def test_sampling_follows_the_seed(self, target: LlamaForCausalLM, tmp_path: Path) -> None:
-        settings = {"temperature": 1.0, "conversations": Conversations(QUESTIONS[:1])}
-        first = answer(target, tmp_path / "1.jsonl", seed=1, **settings)
-        assert first == answer(target, tmp_path / "2.jsonl", seed=1, **settings)
-        assert first != answer(target, tmp_path / "3.jsonl", seed=2, **settings)

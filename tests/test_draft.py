@@ -12,7 +12,7 @@ from transformers import AutoConfig, DynamicCache
 from foredraft import Conversations, ForedraftError, Target, auto_draft, generate
 from foredraft.attention import Causal
 from foredraft.checkpoint import save_draft
-from foredraft.data import Renderer, messages_of
+from foredraft.data import Renderer, conversation_of
 from foredraft.protocols import Layout
 from foredraft.vocabulary import choose_mask_token
 
@@ -149,7 +149,7 @@ def test_a_greeting_is_not_supervised() -> None:
 
 def test_lone_prompts_are_conversations(tmp_path: Path) -> None:
     """`{"prompt": ...}` is a user turn, so that prompt files can be answered."""
-    assert messages_of({"prompt": "why?"}, "here") == [{"role": "user", "content": "why?"}]
+    assert conversation_of({"prompt": "why?"}) == [{"role": "user", "content": "why?"}]
     (tmp_path / "p.jsonl").write_text('{"prompt": "why?"}\n')
     assert Conversations.load(tmp_path / "p.jsonl") == [[{"role": "user", "content": "why?"}]]
 
@@ -157,7 +157,7 @@ def test_lone_prompts_are_conversations(tmp_path: Path) -> None:
 def test_records_with_messages_and_a_prompt() -> None:
     """Some data sets carry both: the messages hold the answers."""
     record = {"prompt": "why?", "messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]}
-    assert len(messages_of(record, "here")) == 2
+    assert len(conversation_of(record)) == 2
 
 
 def test_what_generate_refuses() -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "CHATML_TAGGED",
     "TOKENS",
     "Document",
+    "chat",
     "gradients",
     "tiny_batch",
     "tiny_config",
@@ -82,3 +83,8 @@ def tiny_draft(
         draft.set_draft_vocabulary(torch.arange(draft_vocab_size) * model.config.vocab_size // draft_vocab_size)
     draft.start_from(Target(model, draft.config.aux_layers))
     return draft
+
+
+def chat(*contents: str) -> list[dict[str, Any]]:
+    """Messages of user and assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TargetOption = Annotated[str, typer.Option("--target", help="directory or hub id of the target")]
 DraftOption = Annotated[str, typer.Option("--draft", help="directory or hub id of the draft")]
 DtypeOption = Annotated[str, typer.Option(help="dtype to run in: auto, float32, bfloat16, float16")]
+StrictOption = Annotated[bool, typer.Option("--strict", help="stop at the first record that cannot be used, instead of skipping it")]
 DraftTokensOption = Annotated[
     int,
     typer.Option(
@@ -31,7 +32,9 @@ DraftTokensOption = Annotated[
 
 
 def loads_target(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with the fields of `Loading` as options, handed to it as `loading`."""
+    """`command` with the fields of its `Loading` or `Rendering` as options, handed to it as `loading`."""
+    signature = inspect.signature(command, eval_str=True)
+    kind = signature.parameters["loading"].annotation
     options = [
         inspect.Parameter(
             name,
@@ -41,15 +44,14 @@ def loads_target(command: Callable[..., None]) -> Callable[..., None]:
                 bool if field.annotation is bool else str | None, typer.Option(f"--{name.replace('_', '-')}", help=field.description)
             ],
         )
-        for name, field in Loading.model_fields.items()
+        for name, field in kind.model_fields.items()
     ]
 
     @wraps(command)
     def with_options(**given: Any) -> None:
-        loading = Loading(**{option.name: given.pop(option.name) for option in options})
+        loading = kind(**{option.name: given.pop(option.name) for option in options})
         command(**given, loading=loading)
 
-    signature = inspect.signature(command, eval_str=True)
     own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in signature.parameters.items() if name != "loading"]
     with_options.__dict__["__signature__"] = signature.replace(parameters=[*own, *options])
     return with_options

@@ -7,16 +7,20 @@ from typing import Annotated
 
 import typer
 
-from ..loading import Loading
-from .common import DtypeOption, TargetOption, load_target, loads_target
+from ..loading import Rendering
+from .common import DtypeOption, StrictOption, TargetOption, load_target, loads_target
+
+SplitOption = Annotated[str, typer.Option(help="split of the source, as in train[:100]")]
 
 
 def preview(
     source: Annotated[str, typer.Argument(help="JSONL, parquet or datasets source of conversations")],
     target: TargetOption,
-    loading: Loading,
+    loading: Rendering,
     index: Annotated[int, typer.Option(min=0, help="which conversation to show")] = 0,
-    length: Annotated[int, typer.Option("--max-length", min=8, help="tokens per packed row, for the summary")] = 1024,
+    length: Annotated[int, typer.Option("--max-length", min=8, help="tokens per packed row; more of a conversation is not shown")] = 1024,
+    split: SplitOption = "train",
+    strict: StrictOption = False,
 ) -> None:
     """Show a conversation as the target sees it: green is supervised, the rest is context."""
     from rich.console import Console
@@ -27,27 +31,27 @@ def preview(
     from ..target import load_tokenizer
 
     tokenizer = load_tokenizer(target, loading)
-    conversations = Conversations.load(source)
+    conversations = Conversations.load(source, split, strict=strict)
     if index >= len(conversations):
         raise ForedraftError(f"--index {index}: '{source}' has {len(conversations)} conversations")
     renderer = Renderer(tokenizer)
-    shown = renderer.render(conversations[index], f"{source}, conversation {index}")
+    shown = renderer.render(conversations[index], length)
     text = Text()
     for span, tokens in groupby(zip(shown.ids, shown.spans, strict=True), key=itemgetter(1)):  # a character may be several tokens
         text.append(tokenizer.decode([token for token, _ in tokens]), style="bold green" if span >= 0 else "dim")
     console = Console()
     console.print(text)
     supervised = sum(s >= 0 for s in shown.spans)
-    how = "the template's generation tags" if renderer.tagged else "rendering prefixes"
+    how = "the template's generation tags" if renderer.template.tagged else "rendering prefixes"
     console.print(f"\n[bold]{supervised} of {len(shown.ids)} tokens are supervised[/] (spans from {how})")
-    console.print(pack(conversations, tokenizer, length).info.description)
+    console.print(pack(conversations, tokenizer, length, strict=strict).info.description)
 
 
 def regenerate(
     source: Annotated[str, typer.Argument(help="conversations or prompts to answer")],
     target: TargetOption,
     out: Annotated[Path, typer.Option(help="JSONL to write; one that is there is continued")],
-    loading: Loading,
+    loading: Rendering,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
@@ -55,13 +59,14 @@ def regenerate(
     limit: Annotated[int | None, typer.Option(min=1, help="only the first so many conversations")] = None,
     seed: int = 0,
     dtype: DtypeOption = "auto",
+    split: SplitOption = "train",
+    strict: StrictOption = False,
 ) -> None:
     """Replace the assistant turns by the target's own answers: the largest single lever on acceptance."""
     from ..data import Conversations
     from ..data.regenerate import regenerate as run
 
-    conversations = Conversations.load(source)
-    conversations = Conversations(conversations[:limit], conversations.source)
+    conversations = Conversations.load(source, split, strict=strict, limit=limit)
     model, tokenizer = load_target(target, dtype, loading)
     written = run(
         model,

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ..errors import ForedraftError
-from ..loading import Loading
-from .common import DraftOption, DraftTokensOption, DtypeOption, TargetOption, load_draft_for, load_target, loads_target
+from ..loading import Rendering
+from .common import DraftOption, DraftTokensOption, DtypeOption, StrictOption, TargetOption, load_draft_for, load_target, loads_target
 
 TreeOption = Annotated[
     str | None, typer.Option("--tree", metavar="DEPTH,TOP_K,NODES", help="draft trees of this shape instead of chains, such as 5,8,32")
@@ -20,7 +20,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="what to ask")],
     target: TargetOption,
     draft: DraftOption,
-    loading: Loading,
+    loading: Rendering,
     num_draft_tokens: DraftTokensOption = 4,
     tree: TreeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
@@ -65,8 +65,8 @@ def generate(
 def evaluate(
     target: TargetOption,
     draft: DraftOption,
-    prompts: Annotated[list[Path], typer.Option(help="JSONL with prompt, turns (the first is asked) or messages; may be given again")],
-    loading: Loading,
+    prompts: Annotated[list[Path], typer.Option(help="conversations or prompts, in any form that training reads; may be given again")],
+    loading: Rendering,
     num_draft_tokens: DraftTokensOption = 4,
     tree: TreeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
@@ -76,6 +76,7 @@ def evaluate(
     baseline: Annotated[bool, typer.Option(help="also decode without the draft, and compare")] = True,
     out: Annotated[Path | None, typer.Option(help="write the result as JSON here, and the plot beside it")] = None,
     record: Annotated[bool, typer.Option(help="note τ in the draft's config.json")] = False,
+    strict: StrictOption = False,
 ) -> None:
     """Measure τ, acceptance per position and speed; greedy outputs must equal plain decoding's."""
     from rich.console import Console
@@ -91,7 +92,7 @@ def evaluate(
     directory = find_draft(draft)
     if record and not Path(draft).exists():
         raise ForedraftError(f"--record: '{draft}' is on the hub, and τ is noted in a directory: `hf download {draft} --local-dir DIR`")
-    questions = {file.stem: load_prompts(file, limit) for file in prompts}
+    questions = {file.stem: load_prompts(file, limit, strict=strict) for file in prompts}
     if len(questions) < len(prompts):
         raise ForedraftError(f"prompt files are told apart by their names, found {', '.join(str(file) for file in prompts)}")
     shape = TreeShape.parse(tree) if tree else None
@@ -114,7 +115,8 @@ def evaluate(
                 baseline=baseline,
                 progress=lambda n, stats, task=task, name=name: bar.update(task, completed=n, description=f"{name}  τ {stats.tau:.2f}"),
             )
-            results[name].settings["prompts"] = name
+            template = loading.model_dump(include={"chat_template", "template_kwargs"}, exclude_none=True)
+            results[name].settings |= {"prompts": name, **template}
     console.print(table(results))
     if out is not None:
         write_text(out, json.dumps({name: result.to_dict() for name, result in results.items()}, indent=2))

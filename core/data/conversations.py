@@ -1,89 +1,84 @@
-"""Conversations from JSONL, parquet or any `datasets` source, in one shape: a list of `{"role", "content"}` messages."""
+"""Conversations from files, hub ids or memory, in one shape: a list of `{"role", "content"}` messages."""
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ForedraftError
-
-Message = dict[str, Any]
-
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
-_BUILDERS = {".jsonl": "json", ".json": "json", ".gz": "json", ".parquet": "parquet"}
+from .forms import Conversation, Message, conversation_of
+from .records import Named, read_records, rows_of
+from .skipped import Skipped, Unusable, logger
 
 
-def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
-    """The messages of one record: OpenAI-style `messages`, ShareGPT's `conversations` (`from` / `value`), or a lone `prompt`.
-
-    `where` names the record in errors. Raises `ForedraftError` if neither form is there.
-    """
-    turns = record.get("messages") or record.get("conversations")
-    if turns is None and isinstance(record.get("prompt"), str):
-        return [{"role": "user", "content": record["prompt"]}]
-    if not isinstance(turns, list):
-        raise ForedraftError(
-            f"{where}: expected a list under 'messages' or 'conversations', or a text under 'prompt', found the fields {sorted(record)}"
-        )
-    messages = []
-    for i, turn in enumerate(turns):
-        if not isinstance(turn, Mapping):
-            raise ForedraftError(
-                f"{where}, turn {i}: expected an object with 'role' and 'content' (or 'from' and 'value'), found {turn!r:.200}"
-            )
-        role = turn.get("role") or turn.get("from")
-        content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-        if not isinstance(role, str) or content is None:
-            raise ForedraftError(f"{where}, turn {i}: expected 'role' and 'content' (or 'from' and 'value'), found {sorted(turn)}")
-        extra = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value") and v is not None}
-        messages.append({"role": _SHAREGPT_ROLES.get(role, role), "content": content, **extra})
-    return messages
-
-
-class Conversations(list[list[Message]]):
+class Conversations(list[Conversation]):
     """Conversations in memory, with the name of their source for error messages."""
 
-    def __init__(self, conversations: Iterable[list[Message]], source: str = "conversations"):
-        super().__init__(conversations)
+    def __init__(self, conversations: Iterable[Sequence[Message]], source: str = "conversations"):
+        super().__init__(c if isinstance(c, Conversation) else conversation_of(list(c)) for c in conversations)
         self.source = source
 
     @classmethod
-    def load(cls, source: str | Path, split: str = "train") -> "Conversations":
-        """Read a local `.jsonl` / `.json` / `.jsonl.gz` / `.parquet` file, a folder of them, or a `datasets` hub id.
+    def load(cls, source: str | Path, split: str = "train", *, strict: bool = False, limit: int | None = None) -> "Conversations":
+        """Read a local `.jsonl` / `.json` / `.jsonl.gz` / `.parquet` file, a glob, a folder of them, or a `datasets` hub id.
 
-        Raises `ForedraftError` naming the file, and the record, that cannot be read.
+        Records that hold no conversation are skipped, with a warning that counts them and shows the first of each kind; `strict`
+        makes the first one an error. `limit` ends the reading after so many conversations. Raises `ForedraftError` naming what
+        cannot be read, or if nothing is left.
         """
-        import datasets
+        return cls._gathered(read_records(source, split), str(source), strict, limit)
 
-        path = Path(source)
-        if not path.exists() and (path.suffix in _BUILDERS or str(source).startswith(("/", "./", "../", "~"))):
-            raise ForedraftError(f"data '{source}': no such file")
-        datasets.disable_progress_bars()
-        try:
-            if path.is_file():
-                if path.suffix not in _BUILDERS:
-                    raise ForedraftError(f"data '{source}': unknown file type '{path.suffix}'; known: {', '.join(_BUILDERS)}")
-                if not path.stat().st_size:
-                    raise ForedraftError(f"data '{source}' is empty")
-                rows = datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
-            else:
-                rows = datasets.load_dataset(str(source), split=split)
-        except ForedraftError:
-            raise
-        except Exception as error:
-            cause = error.__cause__ or error
-            raise ForedraftError(f"data '{source}' could not be read: {type(cause).__name__}: {str(cause)[:500]}") from error
-        return cls((messages_of(row, f"{source}, record {i}") for i, row in enumerate(rows)), str(source))
+    @classmethod
+    def of(cls, data: Any, source: str = "conversations", *, strict: bool = False) -> "Conversations":
+        """Conversations from memory: a list of message lists or of records, or a `datasets.Dataset`. Errors are those of `load`."""
+        if isinstance(data, cls):
+            return data
+        if isinstance(data, str | bytes):
+            raise ForedraftError("expected conversations, found a text; files are read by Conversations.load(path)")
+        if isinstance(data, Mapping):
+            raise ForedraftError(f"expected conversations, found a mapping of {', '.join(map(str, data))}: choose one of its data sets")
+        rows = rows_of(source, data) if hasattr(data, "features") else ((f"{source}, record {i}", r) for i, r in enumerate(data))
+        return cls._gathered(rows, source, strict)
+
+    @classmethod
+    def _gathered(cls, records: Iterable[Named], source: str, strict: bool, limit: int | None = None) -> "Conversations":
+        found, skipped = cls([], source), Skipped(strict)
+        for where, record in records:
+            try:
+                found.append(conversation_of(record))
+            except Unusable as reason:
+                skipped.add(where, reason)
+            if len(found) == limit:
+                break
+        if not found:
+            raise ForedraftError(f"data '{source}' holds no conversation:\n  {skipped}" if skipped else f"data '{source}' is empty")
+        skipped.warn()
+        return found
 
     def holding_out(self, count: int, seed: int = 0) -> tuple["Conversations", "Conversations"]:
-        """(train, held out): `count` conversations drawn with `seed`, removed from the rest; order kept."""
-        import random
-
-        if not 0 <= count < len(self):
-            raise ForedraftError(f"cannot hold out {count} of the {len(self)} conversations of '{self.source}'")
-        order = list(range(len(self)))
+        """(train, held out): `count` different conversations drawn with `seed`, removed from the rest by content; order kept."""
+        first = {_content(c): i for i, c in reversed(list(enumerate(self)))}
+        if not 0 <= count < len(first):
+            different = "" if len(first) == len(self) else f", of which {len(first)} differ"
+            raise ForedraftError(f"cannot hold out {count} of the {len(self)} conversations of '{self.source}'{different}")
+        order = sorted(first.values())
         random.Random(seed).shuffle(order)
-        held = set(order[:count])
-        return (
-            Conversations((c for i, c in enumerate(self) if i not in held), self.source),
-            Conversations((c for i, c in enumerate(self) if i in held), f"{self.source} (held out)"),
-        )
+        drawn = set(order[:count])
+        held = Conversations((c for i, c in enumerate(self) if i in drawn), f"{self.source} (held out)")
+        return Conversations((c for i, c in enumerate(self) if i not in drawn), self.source).without(held), held
+
+    def without(self, others: "Conversations") -> "Conversations":
+        """Those whose content is not among the others'; a warning counts what is left out. Order kept."""
+        known = {_content(c) for c in others}
+        kept = Conversations((c for c in self if _content(c) not in known), self.source)
+        if len(kept) < len(self):
+            logger.warning(f"{len(self) - len(kept)} conversations of '{self.source}' are also in '{others.source}': left out")
+        return kept
+
+
+def _content(conversation: Sequence[Message]) -> bytes:
+    """The same for conversations that differ in white space alone."""
+    said = [[str(m["role"]), " ".join(str(m["content"]).split()), m.get("tool_calls")] for m in conversation]
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).digest()

@@ -1,6 +1,7 @@
 """Documents packed into rows of fixed length; each keeps its number, so that nothing is attended or supervised across them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -10,16 +11,20 @@ from .conversations import Conversations
 from .render import Rendered, Renderer
 
 
-def pack(conversations: Conversations, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
+def pack(
+    conversations: Conversations | Sequence[Any] | Dataset, tokenizer: PreTrainedTokenizerBase, length: int, *, strict: bool = False
+) -> Dataset:
     """Conversations as packed rows: a `datasets.Dataset` with `input_ids`, `documents`, `spans` (each [length]) and `row`.
 
     `documents` numbers the documents of a row, -1 is padding. `spans` numbers the assistant turns of a row, -1 elsewhere. A
     conversation longer than `length` is cut at its end. Conversations without assistant tokens are dropped; the
-    dataset's `info.description` counts them.
+    dataset's `info.description` counts them. A list of message lists or of records, or a `datasets.Dataset`, is read as
+    `Conversations.of` does. What the chat template refuses is skipped with a warning, or an error if `strict`.
 
     Raises `ForedraftError` if nothing is left to train on.
     """
-    rendered, _ = Renderer(tokenizer).render_all(conversations)
+    conversations = Conversations.of(conversations, strict=strict)
+    rendered, _ = Renderer(tokenizer).render_all(conversations, length + 1, strict=strict)
     rendered = [r for r in rendered if max(r.spans[:length]) >= 0]
     if not rendered:
         raise ForedraftError(

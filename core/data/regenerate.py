@@ -2,23 +2,25 @@
 
 import json
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import ForedraftError
-from .conversations import Conversations, Message
-
-logger = logging.get_logger("foredraft")
+from ..progress import Progress
+from .conversations import Conversations
+from .forms import Conversation, Message
+from .sampling import SeededChoice
+from .skipped import Skipped, Unusable, logger
+from .template import prompt_ids
 
 # Conversations sorted by length inside a window of this many batches: little padding, and the output stays close to the input's order.
 WINDOW = 16
 
 
-@torch.no_grad()
 def regenerate(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -36,29 +38,31 @@ def regenerate(
     """Answer every conversation anew, turn after turn, into the JSONL file `out`; returns how many were written by this call.
 
     A conversation's user turns (and system prompt) are kept, its assistant turns are replaced; one that ends with a
-    user turn gets an answer. `temperature` 0 is greedy. Each line holds `messages`, `index` (of the source
-    conversation) and `finish` per answer: `stop` or `length`. A file that is already there is continued: what it
-    holds is not answered again, and a half-written last line is dropped. Prompts beyond `max_prompt_tokens` are skipped, and
-    a warning counts them. Raises `ForedraftError` if the file belongs to other data or cannot be written.
+    user turn gets an answer. It ends before a tool's result, which answered a call of another model. `temperature` 0 is greedy;
+    what is sampled follows from `seed` and the conversation's place in the source. Each line holds `messages`, `index` (of the source
+    conversation), `tools` if there are any, and `finish` per answer: `stop`, or `length` for one that `max_new_tokens` cut, of which
+    training learns no end. A file that is already there is continued: what it holds is not answered again, and a half-written
+    last line is dropped. What cannot be asked (prompts beyond `max_prompt_tokens`, empty answers) ends a conversation, or is skipped
+    if it comes first; warnings count it. Raises `ForedraftError` if the file belongs to other data or cannot be written.
     """
     out = Path(out)
     done = _resume(out, conversations)
     todo = [i for i in range(len(conversations)) if i not in done]
-    torch.manual_seed(seed + len(done))
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {"do_sample": False}
-    )
+    settings = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    settings |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
+    answering = _Answering(target, tokenizer, conversations.source, settings)
     written = 0
-    with _Progress(len(conversations), len(done), show_progress) as progress:
+    with Progress("answering", len(conversations), len(done), show_progress) as advance:
         for batch in _batches(todo, conversations, batch_size):
-            chosen = {i: conversations[i] for i in batch}
-            answered = list(_answer(target, tokenizer, chosen, max_new_tokens, max_prompt_tokens, sampling))
-            rows = [{"messages": messages, "index": index, "finish": finish} for index, messages, finish in answered]
+            rows = answering.batch({i: conversations[i] for i in batch})
             _append(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             written += len(rows)
-            progress(len(batch))
-    if written < len(todo):
-        logger.warning(f"{len(todo) - written} conversations without a question, or beyond {max_prompt_tokens} prompt tokens, were skipped")
+            advance(len(batch))
+    answering.skipped.warn()
+    if answering.cut:
+        logger.warning(
+            f"{answering.cut} of {answering.answers} answers were cut at {max_new_tokens} tokens: training learns no end of them"
+        )
     return written
 
 
@@ -109,65 +113,104 @@ def _batches(todo: list[int], conversations: Conversations, size: int) -> Iterat
         yield from (window[s : s + size] for s in range(0, len(window), size))
 
 
-def _answer(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    batch: dict[int, list[Message]],
-    max_new_tokens: int,
-    max_prompt_tokens: int,
-    sampling: dict[str, Any],
-) -> Iterator[tuple[int, list[Message], list[str]]]:
-    """Answer a batch turn by turn; conversations with fewer turns leave it earlier."""
-    history: dict[int, list[Message]] = {i: [] for i in batch}
-    rest = {i: [m for m in messages if m["role"] != "assistant"] for i, messages in batch.items()}
-    finish: dict[int, list[str]] = {i: [] for i in batch}
-    while rest:
-        for i in list(rest):  # up to and with the next user turn
-            while rest[i] and (not history[i] or history[i][-1]["role"] != "user"):
-                history[i].append(rest[i].pop(0))
-            if not history[i] or history[i][-1]["role"] != "user":
-                del rest[i]
-        if not rest:
-            break
-        asked = list(rest)
-        prompts = {i: tokenizer.apply_chat_template(history[i], add_generation_prompt=True, return_dict=True)["input_ids"] for i in asked}
-        for i in [i for i in asked if len(prompts[i]) > max_prompt_tokens]:
-            history[i].pop()
-            asked.remove(i)
-            del rest[i]
-        if not asked:
-            continue
-        width = max(len(prompts[i]) for i in asked)
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        ids = torch.tensor([[pad] * (width - len(prompts[i])) + prompts[i] for i in asked], device=target.device)
-        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in asked], device=target.device)
-        new = target.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)[:, width:]
+class _Dialogue:
+    """A conversation on its way: what was said, what is still to be asked."""
+
+    def __init__(self, index: int, conversation: Conversation):
+        self.index, self.finish = index, list[str]()
+        self.said = Conversation(tools=conversation.tools)
+        before_results = takewhile(lambda m: m["role"] in ("system", "developer", "user", "assistant"), conversation)
+        self.rest = [m for m in before_results if m["role"] != "assistant"]
+
+    def ask(self) -> bool:
+        """Go on up to and with the next user turn; False if there is none."""
+        while self.rest:
+            self.said.append(self.rest.pop(0))
+            if self.said[-1]["role"] == "user":
+                return True
+        return False
+
+    def row(self) -> dict[str, Any]:
+        """What is written: up to the last answer."""
+        last = max(i for i, m in enumerate(self.said) if m["role"] == "assistant")
+        return {
+            "messages": self.said[: last + 1],
+            "index": self.index,
+            "finish": self.finish,
+            **({"tools": self.said.tools} if self.said.tools else {}),
+        }
+
+
+class _Answering:
+    """Answers batches turn by turn; conversations with fewer turns leave their batch earlier."""
+
+    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, settings: dict[str, Any]):
+        self.target, self.tokenizer, self.source, self.settings = target, tokenizer, source, settings
+        self.skipped, self.answers, self.cut = Skipped(), 0, 0
+
+    def batch(self, conversations: dict[int, Conversation]) -> list[dict[str, Any]]:
+        """A row for each conversation that got an answer."""
+        dialogues = [_Dialogue(i, c) for i, c in conversations.items()]
+        speaking = dialogues
+        while speaking:
+            prompts = {d: ids for d in speaking if (ids := self._prompt(d)) is not None}
+            answers = self._generate(prompts) if prompts else []
+            speaking = [d for d, (text, finish) in zip(prompts, answers, strict=True) if self._take(d, text, finish)]
+        return [d.row() for d in dialogues if d.finish]
+
+    def _prompt(self, dialogue: _Dialogue) -> list[int] | None:
+        most = self.settings["max_prompt_tokens"]
+        try:
+            if not dialogue.ask():
+                if not dialogue.finish:
+                    raise Unusable("no user turn to answer")
+                return None
+            ids = prompt_ids(self.tokenizer, dialogue.said)
+            if len(ids) > most:
+                raise Unusable(f"a prompt beyond {most} tokens", f"{len(ids)} tokens")
+        except Unusable as reason:
+            self._skip(dialogue, reason)
+            return None
+        return ids
+
+    def _take(self, dialogue: _Dialogue, text: str, finish: str) -> bool:
+        if not text.strip():
+            self._skip(dialogue, Unusable("an empty answer"))
+            return False
+        dialogue.said.append({"role": "assistant", "content": text})
+        dialogue.finish.append(finish)
+        self.answers, self.cut = self.answers + 1, self.cut + (finish == "length")
+        return True
+
+    def _skip(self, dialogue: _Dialogue, reason: Unusable) -> None:
+        self.skipped.add(f"{self.source}, conversation {dialogue.index}, answer {len(dialogue.finish)}", reason)
+
+    @torch.no_grad()
+    def _generate(self, prompts: dict[_Dialogue, list[int]]) -> list[tuple[str, str]]:
+        """An answer's text and why it ended, `stop` or `length`, for each prompt."""
+        target, settings = self.target, self.settings
+        width = max(map(len, prompts.values()))
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
+        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts.values()], device=target.device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts.values()], device=target.device)
+        choice = LogitsProcessorList()
+        if settings["temperature"]:
+            keys = [f"{settings['seed']}/{dialogue.index}/{len(dialogue.finish)}" for dialogue in prompts]
+            choice.append(SeededChoice(keys, width, settings["temperature"], settings["top_p"]))
+        out = target.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=settings["max_new_tokens"],
+            pad_token_id=pad,
+            do_sample=False,
+            logits_processor=choice,
+        )
         ends = target.generation_config.eos_token_id
         ends = set(ends if isinstance(ends, list) else [ends])
-        for i, row in zip(asked, new.tolist(), strict=True):
+        answers = []
+        for row in out[:, width:].tolist():
             stop = next((n for n, token in enumerate(row) if token in ends), None)
-            text = tokenizer.decode(row[:stop], skip_special_tokens=True)
-            history[i].append({"role": "assistant", "content": text})
-            finish[i].append("length" if stop is None else "stop")
-    for i, messages in history.items():
-        if finish[i]:
-            yield i, messages, finish[i]
-
-
-class _Progress:
-    """A rich progress bar, or nothing."""
-
-    def __init__(self, total: int, done: int, show: bool):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        self.bar = Progress(
-            TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), disable=not show
-        )
-        self.task = self.bar.add_task("answering", total=total, completed=done)
-
-    def __enter__(self) -> Any:
-        self.bar.start()
-        return lambda n: self.bar.advance(self.task, n)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+            text = self.tokenizer.decode(row[:stop], skip_special_tokens=True)
+            # A cut may leave the first bytes of a character, which decode to this sign.
+            answers.append((text, "stop") if stop is not None else (text.rstrip("\ufffd"), "length"))
+        return answers

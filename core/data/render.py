@@ -1,14 +1,20 @@
 """From a conversation to token ids and the spans that the assistant wrote, by the target tokenizer's own chat template."""
 
-import re
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ForedraftError
-from .conversations import Conversations, Message
+from .conversations import Conversations
+from .forms import Conversation, Message, conversation_of
+from .skipped import Skipped, Unusable
+from .template import Template
+
+# Of a long text so many characters behind the last token that is wanted are read too, and again as many to see that they do not matter.
+MARGIN = 4096
 
 
 @dataclass(frozen=True)
@@ -24,89 +30,139 @@ class Renderer:
     """Renders conversations with a tokenizer's chat template.
 
     The assistant's spans come from the template's `{% generation %}` tags where it has them; else from rendering prefixes of the
-    conversation: what a turn adds to the prompt that asks for it is that turn's span. Tokens across a border are not supervised.
+    conversation: what a turn adds to the prompt that asks for it is that turn's span. Tokens across a border are not supervised, nor
+    are empty turns, nor the end of turns that were cut short.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
-        if not tokenizer.chat_template:
-            raise ForedraftError(
-                "the target's tokenizer has no chat template: set tokenizer.chat_template, or use the instruct model's tokenizer"
-            )
+        self.template = Template(tokenizer)
         # all_special_ids holds the named ones (eos, pad ...) only; an end-of-turn token need not be among them.
         self.special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
-        self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
         if not tokenizer.is_fast:
             raise ForedraftError(
                 f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed to find the assistant's tokens"
             )
 
-    def render(self, messages: Sequence[Message], where: str = "conversation") -> Rendered:
-        """Ids and spans. Raises `ForedraftError`, showing the conversation, if no consistent spans can be derived."""
-        return self._by_tags(messages, where) if self.tagged else self._by_prefixes(messages, where)
-
-    def render_all(self, conversations: Conversations) -> tuple[list[Rendered], int]:
-        """All that have something to supervise, and the number of those that have not.
-
-        Raises `ForedraftError` at the first conversation whose spans cannot be derived.
-        """
-        rendered = [self.render(c, f"{conversations.source}, conversation {i}") for i, c in enumerate(conversations)]
-        kept = [r for r in rendered if any(s >= 0 for s in r.spans)]
-        return kept, len(rendered) - len(kept)
-
-    def _text(self, messages: Sequence[Message], where: str, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], length: int | None = None) -> Rendered:
+        """Ids and spans of all or the first `length` tokens. Raises `Unusable`, showing the conversation, if it has no consistent spans."""
+        conversation = messages if isinstance(messages, Conversation) else conversation_of(list(messages))
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
-        except Exception as error:
-            raise ForedraftError(f"{where}: the chat template refuses it: {error}\n{_show(messages)}") from error
+            text = self.template.text(conversation, conversation.tools)
+            tokens = self._encode(text, length)
+            spans = [-1] * len(tokens.ids)
+            for turn, inside in self._by_tags(conversation, tokens) if self.template.tagged else self._by_prefixes(conversation, tokens):
+                for n in inside:
+                    spans[n] = turn
+        except Unusable as reason:
+            raise Unusable(reason.kind, f"{reason.detail}\n{_show(conversation)}") from reason
+        return Rendered(tokens.ids, spans)
 
-    def _by_tags(self, messages: Sequence[Message], where: str) -> Rendered:
-        self._text(messages, where)
-        out = self.tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
-        ids, mask = list(out["input_ids"]), list(out["assistant_masks"])
-        if not any(mask) and any(m["role"] == "assistant" for m in messages):
-            raise ForedraftError(f"{where}: the template's generation tags marked nothing of its assistant turns\n{_show(messages)}")
-        spans, span = [], -1
-        for i, marked in enumerate(mask):
-            span += bool(marked and (i == 0 or not mask[i - 1]))
-            spans.append(span if marked else -1)
-        return Rendered(ids, spans)
+    def render_all(self, conversations: Conversations, length: int | None = None, *, strict: bool = False) -> tuple[list[Rendered], int]:
+        """All that have something to supervise within `length` tokens, and the number of those that have not.
 
-    def _by_prefixes(self, messages: Sequence[Message], where: str) -> Rendered:
-        text = self._text(messages, where)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        spans = [-1] * len(ids)
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        for turn, i in enumerate(turns):
+        Conversations that the template does not render are warned of, or an error if `strict` or if no other is there.
+        """
+        rendered, skipped = [], Skipped(strict)
+        for i, conversation in enumerate(conversations):
+            try:
+                rendered.append(self.render(conversation, length))
+            except Unusable as reason:
+                skipped.add(f"{conversations.source}, conversation {i}", reason)
+        if skipped and not rendered:
+            raise ForedraftError(f"no conversation of '{conversations.source}' can be rendered:\n  {skipped}")
+        skipped.warn()
+        kept = [r for r in rendered if any(s >= 0 for s in r.spans)]
+        return kept, len(conversations) - len(kept)
+
+    def _by_tags(self, conversation: Conversation, tokens: "_Tokens") -> Iterator[tuple[int, list[int]]]:
+        spans = self.template.tags(conversation, conversation.tools)
+        answers = [i for i, m in enumerate(conversation) if m["role"] == "assistant"]
+        if not spans and any(conversation[i]["content"].strip() for i in answers):
+            raise Unusable("the template's generation tags marked nothing of the assistant turns")
+        for turn, (start, end) in enumerate(spans):
+            if len(spans) == len(answers):
+                end = _learnt(conversation, turn, answers[turn], tokens.text, start, end)
+            yield turn, tokens.inside(start, end)
+
+    def _by_prefixes(self, conversation: Conversation, tokens: "_Tokens") -> Iterator[tuple[int, list[int]]]:
+        """Turn by turn, as far as tokens are wanted."""
+        text, tools = tokens.text, conversation.tools
+        for turn, i in enumerate(i for i, m in enumerate(conversation) if m["role"] == "assistant"):
             if i == 0:
                 continue  # nobody asked: a greeting that the model is not prompted for
-            asked = self._text(messages[:i], where, prompt=True)
-            answered = self._text(messages[: i + 1], where).removesuffix(self._closing)
+            asked = self.template.text(conversation[:i], tools, prompt=True)
+            if len(asked) >= tokens.reach:
+                return
+            answered = self.template.text(conversation[: i + 1], tools).removesuffix(self.template.closing)
             if not (answered.startswith(asked) and text.startswith(answered)):
-                raise ForedraftError(
-                    f"{where}: no consistent assistant mask: its chat template renders the text up to assistant turn {turn} differently "
-                    "once more turns follow (thinking blocks stripped, perhaps).\n"
-                    "  Use a template with {% generation %} tags, or single-turn data\n" + _show(messages)
+                raise Unusable(
+                    "no consistent assistant mask",
+                    f"its chat template renders the text up to assistant turn {turn} differently once more turns follow (thinking blocks "
+                    "stripped, perhaps).\n  Use a template with {% generation %} tags, or single-turn data",
                 )
-            inside = [n for n, (start, end) in enumerate(offsets) if start >= len(asked) and end <= len(answered) and end > start]
-            for n in self._to_end_of_turn(ids, inside):
-                spans[n] = turn
-        return Rendered(ids, spans)
+            end = _learnt(conversation, turn, i, text, len(asked), len(answered))
+            inside = tokens.inside(len(asked), end)
+            yield turn, self._to_end_of_turn(tokens, inside, end) if end == len(answered) else inside
+
+    def _to_end_of_turn(self, tokens: "_Tokens", inside: list[int], end: int) -> list[int]:
+        """Cut what the template puts after the end-of-turn token: the model never writes it."""
+        unread = tokens.text[tokens.reach : end]
+        if any(token in unread for token in self._special_texts):
+            return inside  # the turn goes on behind what was wanted
+        ends = [n for n in inside if tokens.ids[n] in self.special]
+        return [n for n in inside if n <= ends[-1]] if ends else inside
 
     @cached_property
-    def _closing(self) -> str:
-        """The end-of-text token where the template puts it behind the conversation, whoever spoke last (Phi-3): nobody writes it."""
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        eos = str(self.tokenizer.eos_token or "")
-        one, two = (self._text(turns[:n], "the chat template") for n in (1, 2))
-        return eos if one.endswith(eos) and not two.startswith(one) and two.startswith(one.removesuffix(eos)) else ""
+    def _special_texts(self) -> list[str]:
+        return self.tokenizer.convert_ids_to_tokens(sorted(self.special))
 
-    def _to_end_of_turn(self, ids: list[int], inside: list[int]) -> list[int]:
-        """Cut what the template puts after the end-of-turn token: the model never writes it."""
-        ends = [n for n in inside if ids[n] in self.special]
-        return [n for n in inside if n <= ends[-1]] if ends else inside
+    def _encode(self, text: str, length: int | None) -> "_Tokens":
+        """The tokens of the text, or the first `length` of them: then no more of a long text is read than they need.
+
+        Where a text is cut, its last tokens may differ; so many are left out, and two cuts must agree on the others.
+        """
+        room = len(text) if length is None else 8 * length + MARGIN
+        while length is not None and 2 * (room + MARGIN) < len(text):
+            ids, offsets = self._tokenized(text[:room])
+            if len(ids) > length and offsets[length][1] + MARGIN <= room:
+                longer, _ = self._tokenized(text[: room + MARGIN])
+                if longer[:length] == ids[:length]:
+                    return _Tokens(text, ids[:length], offsets[:length])
+            room *= 4
+        ids, offsets = self._tokenized(text)
+        return _Tokens(text, ids[:length], offsets[:length])
+
+    def _tokenized(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], encoded["offset_mapping"]
+
+
+class _Tokens:
+    """Ids of a text, or of its beginning, and where each starts and ends in it."""
+
+    def __init__(self, text: str, ids: list[int], offsets: list[tuple[int, int]]):
+        self.text, self.ids = text, ids
+        self.starts, self.ends = [start for start, _ in offsets], [end for _, end in offsets]
+        self.reach = self.ends[-1] if offsets else 0
+
+    def inside(self, start: int, end: int) -> list[int]:
+        """Those wholly between two characters."""
+        found = range(bisect_left(self.starts, start), bisect_right(self.ends, end))
+        return [n for n in found if self.ends[n] > self.starts[n]]
+
+
+def _learnt(conversation: Conversation, turn: int, i: int, text: str, start: int, end: int) -> int:
+    """Where what is to be learnt of a turn ends: nowhere in an empty one, and before its end if that was not the model's."""
+    content = conversation[i]["content"].strip()
+    if not content and not any(conversation[i].get(key) for key in ("tool_calls", "reasoning_content", "thinking")):
+        return start
+    if turn not in conversation.cut:
+        return end
+    found = text.rfind(content, start, end)
+    return start if found < 0 else found + len(content)
 
 
 def _show(messages: Sequence[Message]) -> str:
-    return "\n".join(f"    {m['role']}: {str(m['content'])[:200]!r}" for m in messages)
+    shown = [f"    {m['role']}: {str(m['content'])[:200]!r}" for m in messages[:6]]
+    return "\n".join([*shown, "    ..."] if len(messages) > len(shown) else shown)

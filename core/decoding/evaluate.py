@@ -1,6 +1,5 @@
 """Measures a draft: τ, acceptance per position, and speed against plain decoding of the same prompts in the same run."""
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data import messages_of
+from ..data import Conversation, Skipped, Unusable, conversation_of, prompt_ids, read_records
 from ..draft import BaseDraft
 from ..errors import ForedraftError
 from .generate import generate
@@ -50,52 +49,40 @@ class Evaluation:
         return {**asdict(self), "speedup": self.speedup}
 
 
-def load_prompts(file: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Prompts from JSONL with `prompt` (text), `turns` (the first one is asked) or `messages` (up to the last user turn).
+def load_prompts(file: str | Path, limit: int | None = None, *, strict: bool = False) -> list[Prompt]:
+    """What is asked in any source that `Conversations.load` reads: up to the last user turn, of several in a row
+    without answers (`turns`) the first.
 
-    Raises `ForedraftError` naming the line that has none of these.
+    Records without a question are skipped, with a warning. Raises `ForedraftError` at the first one if `strict`, and if no prompt is there.
     """
     prompts: list[Prompt] = []
-    try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
-    except OSError as error:
-        raise ForedraftError(f"prompts '{file}': {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ForedraftError(f"prompts '{file}' is no UTF-8 text: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or (limit is not None and len(prompts) >= limit):
-            continue
+    skipped = Skipped(strict)
+    for where, record in read_records(file):
+        if len(prompts) == limit:
+            break
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ForedraftError(f"prompts '{file}', line {number} is no JSON: {error}") from error
-        prompts.append(_prompt(row, f"prompts '{file}', line {number}"))
+            prompts.append(_prompt(record))
+        except Unusable as reason:
+            skipped.add(where, reason)
     if not prompts:
-        raise ForedraftError(f"prompts '{file}' holds none")
+        raise ForedraftError(f"prompts '{file}' holds none" + (f":\n  {skipped}" if skipped else ""))
+    skipped.warn()
     return prompts
 
 
-def _prompt(row: Any, where: str) -> Prompt:
-    fields = row if isinstance(row, dict) else {}
-    turns = fields.get("turns")
-    for text in (fields.get("prompt"), turns[0] if isinstance(turns, list) and turns else None):
-        if isinstance(text, str):
-            return [{"role": "user", "content": text}]
-    if not (fields.get("messages") or fields.get("conversations")):
-        raise ForedraftError(f"{where}: expected 'prompt', 'turns' or 'messages', found {sorted(fields) or type(row).__name__}")
-    messages = messages_of(fields, where)
-    asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    if not asked:
-        raise ForedraftError(f"{where}: no user turn to answer")
-    return messages[: asked[-1] + 1]
+def _prompt(record: Any) -> Prompt:
+    conversation = conversation_of(record)
+    users = [i for i, message in enumerate(conversation) if message["role"] == "user"]
+    if not users:
+        raise Unusable("no user turn to answer")
+    asked = users[-1] if len(users) < len(conversation) else 0  # nothing but questions: each waits for the answer to the one before
+    return Conversation(conversation[: asked + 1], conversation.tools)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: Any = "cpu") -> Tensor:
     """A prompt's ids [1, L], by the chat template (plain text where the tokenizer has none)."""
-    if tokenizer.chat_template:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-    else:
-        ids = tokenizer("\n".join(m["content"] for m in prompt))["input_ids"]
+    plain = "\n".join(m["content"] for m in prompt)
+    ids = prompt_ids(tokenizer, prompt) if tokenizer.chat_template else tokenizer(plain)["input_ids"]
     return torch.tensor([ids], device=device)
 
 

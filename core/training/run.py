@@ -31,8 +31,8 @@ def train(config: RunConfig) -> Path:
     _check_resume(config)
     tokenizer = load_tokenizer(config.target, config)
     conversations, held_out = load_split(config.data)
-    rows = pack(conversations, tokenizer, config.data.max_length)
-    eval_rows = pack(held_out, tokenizer, config.data.max_length) if held_out else None
+    rows = pack(conversations, tokenizer, config.data.max_length, strict=config.data.strict)
+    eval_rows = pack(held_out, tokenizer, config.data.max_length, strict=config.data.strict) if held_out else None
     print(f"training data: {rows.info.description}", flush=True)
     check_rows(rows, load_config(config.target, config).get_text_config().vocab_size, "the training data")
     model = load_target(config.target, config.target_dtype, config)
@@ -91,13 +91,13 @@ def _check_resume(config: RunConfig) -> None:
 
 
 def load_split(data: DataConfig) -> tuple[Conversations, Conversations]:
-    """(train, held out): what is held out comes from the first source, so that more training data leaves it the same."""
-    first, *others = [data.train] if isinstance(data.train, str) else data.train
-    conversations, held_out = _load(first, data).holding_out(data.held_out, data.held_out_seed)
+    """(train, held out): what is held out comes from the first source, so that more training data leaves it the same.
+
+    No source trains on what is held out, told by its content.
+    """
+    sources = [data.train] if isinstance(data.train, str) else data.train
+    first, *others = (Conversations.load(source, data.split, strict=data.strict, limit=data.limit) for source in sources)
+    conversations, held_out = first.holding_out(data.held_out, data.held_out_seed)
     for other in others:
-        conversations = Conversations([*conversations, *_load(other, data)], f"{conversations.source}, {other}")
+        conversations = Conversations([*conversations, *other.without(held_out)], f"{conversations.source}, {other.source}")
     return conversations, held_out
-
-
-def _load(source: str, data: DataConfig) -> Conversations:
-    return Conversations(Conversations.load(source, data.split)[: data.limit], source)

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from ..errors import ForedraftError, describe_validation
 from ..frozen import Frozen
-from ..loading import Loading
+from ..loading import Rendering
 from ..registry import DEFAULT_ALGORITHM
 from .arguments import check_training
 
@@ -21,15 +21,18 @@ ABOVE = {"output_dir": "output_dir", "resume_from_checkpoint": "resume"}
 class DataConfig(Frozen):
     """Where the conversations come from and how they are packed."""
 
-    train: Annotated[list[str], Field(min_length=1)] | str = Field(description="JSONL, parquet or datasets source(s) of conversations")
-    split: str = Field("train", description="split of hub data sets")
+    train: Annotated[list[str], Field(min_length=1)] | str = Field(
+        description="source(s) of conversations: JSONL, JSON or parquet files, globs, folders, hub ids"
+    )
+    split: str = Field("train", description="split of each source, as in train[:1000]; a file or glob is one split, by any name")
+    strict: bool = Field(False, description="stop at the first record that cannot be used, instead of skipping and counting it")
     limit: int | None = Field(None, ge=1, description="use only the first so many conversations of each source")
     held_out: int = Field(0, ge=0, description="conversations of the first source kept out of training, to evaluate on")
     held_out_seed: int = Field(0, description="which ones")
     max_length: int = Field(1024, ge=8, description="tokens per packed row; longer conversations are cut")
 
 
-class RunConfig(Loading):
+class RunConfig(Rendering):
     """A whole training run; what it inherits says how its target is loaded."""
 
     target: str = Field(description="directory or hub id of the target")
