@@ -12,11 +12,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from .attention import GroupedQueryAttention
 from .card import CARD
 from .checkpoint import save_draft
-from .config import DraftConfigMixin, check_aux_layers, default_aux_layers, describe_target, set_mask_token, versions
+from .config import check_aux_layers, default_aux_layers, describe_target, set_mask_token, versions
 from .errors import ForedraftError, gathering
 from .protocols import AlgorithmBase, Batch, DraftSpec, KeyValueCache, Layout
+from .retarget import retarget
 from .start import layer_weights, start
 from .target import Signal, Target
+from .vocabulary import DraftVocabulary
 from .wiring import WIRINGS
 
 TARGET_HEAD = ("embed_tokens.weight", "lm_head.weight")
@@ -27,7 +29,7 @@ class NoAssistant(ForedraftError, AttributeError):
     """A draft was given to transformers' `generate` as if it were a language model."""
 
 
-class BaseDraft(PreTrainedModel):
+class BaseDraft(DraftVocabulary, PreTrainedModel):
     """One family's draft. An adapter sets the class attributes and, where its attention differs, overrides `make_attention`.
 
     It is a `PreTrainedModel`: `save_pretrained`, Trainer, DDP and FSDP work as ever; `forward` runs the training loss of its algorithm.
@@ -65,10 +67,7 @@ class BaseDraft(PreTrainedModel):
         self.rotary_emb = self.rotary_class(config)
         for name, module in (algorithm.modules(config) if algorithm else {}).items():
             setattr(self, name, module)
-        if config.has_reduced_vocabulary:
-            # The lowest ids, until set_draft_vocabulary says which.
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.map_vocabulary()
         if spec.target_head:
             self.lm_head.requires_grad_(False)
             self._keys_to_ignore_on_save = self._keys_to_ignore_on_load_missing = [*TARGET_HEAD]
@@ -232,6 +231,18 @@ class BaseDraft(PreTrainedModel):
         return start(self, target if isinstance(target, Target) else Target(target, self.config.aux_layers), rows)
 
     @torch.no_grad()
+    def retarget(
+        self, target: Target | PreTrainedModel, rows: Iterable[dict[str, Any]] | None = None, draft_vocab_size: int | None = None
+    ) -> str:
+        """Make a trained draft ready to be trained further: for other data, a fine-tuned target, another draft vocabulary; in float32.
+
+        Its layers stay. The embedding becomes the target's unless the draft has one of its own (trained, or imported). With
+        `draft_vocab_size` the vocabulary is chosen anew from packed `rows`; the head keeps its rows of the tokens it knew, others are
+        the target's. Says in a line what it did. Raises `ForedraftError` for a target of another width or depth, or where rows are needed.
+        """
+        return retarget(self, target.model if isinstance(target, Target) else target, rows, draft_vocab_size)
+
+    @torch.no_grad()
     def take_head(self, target: Target | PreTrainedModel) -> None:
         """Copy the target's embedding and head: their weights alone, no multiplier, soft cap or bias, which no engine applies to a draft.
 
@@ -247,28 +258,6 @@ class BaseDraft(PreTrainedModel):
         self.embed_tokens.weight.copy_(embedding)
         self.lm_head.weight.copy_(head[self.draft_ids.to(head.device)])
         self.complete = True
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """[W] the target id of each draft id, ascending."""
-        ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
-        return ids + self.d2t if self.config.has_reduced_vocabulary else ids
-
-    def set_draft_vocabulary(self, ids_W: Tensor) -> None:
-        """Let draft id j stand for target id `ids_W[j]`. Raises `ForedraftError` unless they are W distinct, ascending target ids."""
-        config: DraftConfigMixin = self.config
-        ids_W = ids_W.to(self.lm_head.weight.device)
-        if not config.has_reduced_vocabulary:
-            return
-        in_range = len(ids_W) == config.draft_vocab_size and bool((ids_W[1:] > ids_W[:-1]).all())
-        if not in_range or int(ids_W[0]) < 0 or int(ids_W[-1]) >= self.config.vocab_size:
-            raise ForedraftError(
-                f"a draft vocabulary of {config.draft_vocab_size} distinct ascending ids below {self.config.vocab_size} is needed, "
-                f"found {len(ids_W)} ids"
-            )
-        self.d2t.copy_(ids_W - torch.arange(len(ids_W), device=ids_W.device))
-        self.t2d.zero_()
-        self.t2d[ids_W] = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BaseDraft":
         """`to(bfloat16)` and the like; the rotary frequencies stay float32, as `from_pretrained(dtype=...)` leaves them."""
@@ -306,6 +295,8 @@ class BaseDraft(PreTrainedModel):
     ) -> None:
         """As ever; layers above the first carry their norm under both names that engines read (`input_layernorm`, `hidden_norm`)."""
         state = dict(state_dict if state_dict is not None else self.state_dict())
+        if self.embed_tokens.weight.requires_grad:
+            self.config.update({"foredraft": {**self.config.foredraft, "own_embedding": True}})
         for i in range(1, len(self.layers) if self.config.spec.wiring == "fuse" else 0):
             state[f"layers.{i}.hidden_norm.weight"] = state[f"layers.{i}.input_layernorm.weight"].clone()
         super().save_pretrained(save_directory, *args, state_dict=state, **kwargs)

@@ -4,9 +4,61 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import ForedraftError
+
+
+class DraftVocabulary(nn.Module):
+    """The part of a draft that knows which of the target's tokens its head names."""
+
+    config: Any
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+    d2t: Tensor
+    t2d: Tensor
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[W] the target id of each draft id, ascending."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
+        return ids + self.d2t if self.config.has_reduced_vocabulary else ids
+
+    def set_draft_vocabulary(self, ids_W: Tensor) -> None:
+        """Let draft id j stand for target id `ids_W[j]`. Raises `ForedraftError` unless they are W distinct, ascending target ids."""
+        config: Any = self.config
+        ids_W = ids_W.to(self.lm_head.weight.device)
+        if not config.has_reduced_vocabulary:
+            return
+        in_range = len(ids_W) == config.draft_vocab_size and bool((ids_W[1:] > ids_W[:-1]).all())
+        if not in_range or int(ids_W[0]) < 0 or int(ids_W[-1]) >= self.config.vocab_size:
+            raise ForedraftError(
+                f"a draft vocabulary of {config.draft_vocab_size} distinct ascending ids below {self.config.vocab_size} is needed, "
+                f"found {len(ids_W)} ids"
+            )
+        self.d2t.copy_(ids_W - torch.arange(len(ids_W), device=ids_W.device))
+        self.t2d.zero_()
+        self.t2d[ids_W] = True
+
+    def resize_vocabulary(self, vocab_size: int, draft_vocab_size: int) -> None:
+        """Make room for other numbers of tokens; fresh weights, and the lowest ids, where a number changes."""
+        config, device = self.config, self.lm_head.weight.device
+        if vocab_size != config.vocab_size:
+            self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size, device=device).requires_grad_(False)
+        if draft_vocab_size != config.draft_vocab_size:
+            head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False, device=device)
+            self.lm_head = head.requires_grad_(not config.spec.target_head)
+        config.update({"vocab_size": vocab_size, "draft_vocab_size": draft_vocab_size})
+        self.map_vocabulary()
+
+    def map_vocabulary(self) -> None:
+        """d2t and t2d where the vocabulary is reduced: the lowest ids, until `set_draft_vocabulary` says which."""
+        for name in ("d2t", "t2d"):
+            self._buffers.pop(name, None)
+        if self.config.has_reduced_vocabulary:
+            size, device = self.config.draft_vocab_size, self.lm_head.weight.device
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.long, device=device))
+            self.register_buffer("t2d", torch.arange(self.config.vocab_size, device=device) < size)
 
 
 def count_tokens(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
@@ -14,6 +66,14 @@ def count_tokens(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for ids, spans in _columns(rows, "input_ids", "spans"):
         counts += torch.bincount(ids[spans >= 0], minlength=vocab_size)
+    return counts
+
+
+def count_all(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
+    """How often each token id stands in packed rows (`input_ids`, `documents`), supervised or not; int64 [V]."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for ids, documents in _columns(rows, "input_ids", "documents"):  # where documents are padded, id 0 stands for nothing
+        counts += torch.bincount(ids[documents >= 0], minlength=vocab_size)
     return counts
 
 
@@ -40,9 +100,7 @@ def choose_mask_token(rows: Iterable[dict[str, Any]], embedding_VT: Tensor, aske
     Raises `ForedraftError` if they use `asked`, or every token there is.
     """
     vocab_size = len(embedding_VT)
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for ids, documents in _columns(rows, "input_ids", "documents"):  # where documents are padded, id 0 stands for nothing
-        counts += torch.bincount(ids[documents >= 0], minlength=vocab_size)
+    counts = count_all(rows, vocab_size)
     unused = (counts == 0).nonzero()[:, 0]
     if asked is not None and int(counts[asked]):
         raise ForedraftError(

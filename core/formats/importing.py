@@ -56,6 +56,8 @@ def import_draft(source: str | Path, out: str | Path, target: str, registry: Reg
         raise ForedraftError(f"'{source}' holds {SIDE_FILE}: its mask token has an embedding of its own; ours is the target's")
     work = _Import(checkpoint, *recognise(checkpoint.config, checkpoint.tensors), target, registry or default_registry(), loading)
     draft = work.draft()
+    if "embed_tokens.weight" in work.names:
+        draft.config.update({"foredraft": {**draft.config.foredraft, "own_embedding": True}})
     save_draft(draft, out, work.state(draft))
     return Imported(Path(out), work.peer.name, work.kind.name, tuple(work.notes))
 
