@@ -27,7 +27,8 @@ def describe(
     name = str(locate(name))
     is_draft = (Path(name) / "config.json").exists() and "foredraft" in read_config(name)
     with nullcontext() if is_draft else torch.device("meta"):  # a draft is loaded, so that what is wrong with it shows
-        draft = auto_draft(name if is_draft else load_config(name, loading), algorithm, draft_vocab_size=draft_vocab_size)
+        source = name if is_draft else load_config(name, loading)
+        draft = auto_draft(source, algorithm, draft_vocab_size=draft_vocab_size)
     config, made = draft.config, draft.config.foredraft
     target = made["target"]
     trained = sum(p.numel() for n, p in draft.named_parameters() if not n.startswith("embed_tokens"))
@@ -47,6 +48,8 @@ def describe(
         **_engines(config.to_dict()),
         "training step": _memory(draft, trained, embedding, rows, length),
     }
+    if not isinstance(source, str) and (assumed := draft.assumed(source.get_text_config())):
+        lines["assumed"] = "\n".join(assumed)
     if measured := made.get("measured"):
         lines["measured"] = "; ".join(f"{prompts}: τ {m['tau']}" for prompts, m in measured.items())
     return lines

@@ -125,6 +125,11 @@ class BaseDraft(DraftVocabulary, PreTrainedModel):
         """The native config fields of a draft for `target` (its text config): what is not derived from the algorithm."""
         raise NotImplementedError(f"adapter '{cls.name}' must state its draft's shape: def shape(cls, target) -> dict")
 
+    @classmethod
+    def assumed(cls, target: PretrainedConfig) -> list[str]:
+        """What `shape` had to assume of `target` (its text config), as its config does not say: a text each, for `info` and the log."""
+        return []
+
     def make_attention(self, layer: int, input_size: int) -> nn.Module:
         """The attention geometry of a layer."""
         return GroupedQueryAttention(self.config, layer, input_size, self.norm_class if self.config.spec.qk_norm else None)

@@ -18,16 +18,18 @@ from transformers import (
     LlamaConfig,
     Olmo3Config,
     Phi3Config,
+    PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from foredraft import ForedraftError, Target, auto_draft, default_registry, generate, save_draft
+from foredraft import ForedraftError, GroupedQueryDraft, Target, auto_draft, default_registry, generate, save_draft
 from foredraft.attention import Causal
 from foredraft.compatibility import Verdict, _objection, as_markdown, examine, objection, tiny_model, try_out, verdict
 from foredraft.describe import describe
+from foredraft.grouped_query import NAMES
 from foredraft.protocols import Layout
 from foredraft.target import norm_scale
 
@@ -240,6 +242,25 @@ class TestGeneric:
             auto_draft(config)
         assert verdict(model_type).problem == objection(config)
 
+    def test_names_of_models_that_bring_their_own_code(self) -> None:
+        """A config that spells everything its own way gives the draft that Llama's config gives; what it does not say is told."""
+        fields = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-3}
+        rope = {"rope_type": "linear", "factor": 2.0}
+        plain = LlamaConfig(hidden_size=32, max_position_embeddings=99, rope_parameters={**rope, "rope_theta": 500.0}, **fields)
+        fields |= {"max_position_embeddings": 99, "rope_theta": 500.0}
+        for i in range(max(map(len, NAMES.values()))):
+            shared = {name: getattr(plain, name) for name in ("initializer_range", "bos_token_id", "eos_token_id")}
+            own = PretrainedConfig(hidden_size=32, rope_scaling={"type": "linear", "factor": 2.0}, **shared)
+            for name, value in fields.items():
+                setattr(own, NAMES[name][i % len(NAMES[name])], value)
+            assert GroupedQueryDraft.shape(own) == GroupedQueryDraft.shape(plain)
+            assert GroupedQueryDraft.assumed(own) == []
+        groups = PretrainedConfig(hidden_size=32, n_head=4, num_key_value_groups=2)
+        assert GroupedQueryDraft.shape(groups)["num_key_value_heads"] == 2
+        assert GroupedQueryDraft.assumed(groups) == [
+            f"{name}: the target's config names none" for name in ("rope_theta 10000", "intermediate_size 128", "rms_norm_eps 1e-06")
+        ]
+
     def test_a_family_whose_layers_lie(self) -> None:
         """What the hooks see must be what the model calls its hidden states."""
         model = tiny_target()
@@ -322,7 +343,9 @@ class TestTold:
         config.save_pretrained(tmp_path)
         _objection.cache_clear()
         tiny_model.cache_clear()
-        found = describe(str(tmp_path))["adapter"]
+        told = describe(str(tmp_path))
+        found = told["adapter"]
+        assert ("rope_theta 10000: the target's config names none" in told.get("assumed", "")) == (".*" in why)
         assert found == why or (".*" in why and all(part in found for part in why.split(".*")))
 
     def test_an_unknown_model_type(self) -> None:

@@ -45,6 +45,8 @@ def train(config: RunConfig) -> Path:
         draft_vocab_size=config.draft_vocab_size,
         **config.options,
     )
+    for text in draft.assumed(model.config.get_text_config()):
+        print(f"assumed: {text}", flush=True)
     sources = [config.data.train] if isinstance(config.data.train, str) else config.data.train
     draft.config.foredraft["data"] = {"sources": [public_name(source) for source in sources], "packed": rows.info.description}
     draft.embed_tokens.requires_grad_(config.train_embedding)
