@@ -60,13 +60,10 @@ TARGETS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SHAPE, "rope_parameters": DEFAULT},
     "llama-other": {"model_type": "llama", **SHAPE, "rope_parameters": DEFAULT},
     "llama3-tied": {"model_type": "llama", **SHAPE, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
-    "llama-biased": {"model_type": "llama", **SHAPE, "rope_parameters": DEFAULT, "attention_bias": True, "mlp_bias": True},
     "qwen3-yarn": {"model_type": "qwen3", **SHAPE, "head_dim": 32, "rope_parameters": YARN},
     "phi3-longrope": {"model_type": "phi3", **SHAPE, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
     "deepseek": {"model_type": "deepseek_v3", **SHAPE, **LATENT, **EXPERTS, "first_k_dense_replace": 4, "rope_parameters": YARN},
 }
-DERIVED = ("llama-other", "llama-biased")
-"""Made of the trained llama."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,8 @@ class Base:
     options: dict[str, Any] = field(default_factory=dict)
     reduced: int | None = 60
     steps: int = 100
+    biased: bool = False
+    """Whether it has biases, which no draft of foredraft's own making has."""
     export: str | None = None
     """The other format it is written in."""
 
@@ -87,7 +86,7 @@ BASES: dict[str, Base] = {
     "eagle3": Base("llama", "eagle3", EAGLE),
     "eagle3-whole": Base("llama3-tied", "eagle3", EAGLE, reduced=None),
     "eagle3-two-layers": Base("qwen3-yarn", "eagle3", {**EAGLE, "num_layers": 2, "qk_norm": True}),
-    "eagle3-biased": Base("llama-biased", "eagle3", EAGLE),
+    "eagle3-biased": Base("llama", "eagle3", EAGLE, biased=True),
     "eagle3-nbr": Base("llama", "eagle3", {**EAGLE, "norm_before_residual": True}, steps=180),
     "eagle3-phi3": Base("phi3-longrope", "eagle3", EAGLE),
     "eagle31": Base("phi3-longrope", "eagle31", EAGLE),
@@ -168,29 +167,24 @@ def draft_path(name: str) -> Path:
 def _train_target(family: str, path: Path, steps: int = 250) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TARGETS[family]), dtype=torch.float32)
-    if family in DERIVED:
-        _derive(model, family)
+    if family == "llama-other":
+        _reorder(model)
     else:
-        _teach(model, family, steps)
+        _teach(model, steps)
     model.save_pretrained(path)
     tokenizer().save_pretrained(path)
 
 
 @torch.no_grad()
-def _derive(model: PreTrainedModel, family: str) -> None:
-    """A cousin of the trained llama: with small biases, or with its tokens in another order."""
-    model.load_state_dict(target_model("llama").state_dict(), strict=False)
-    if family == "llama-other":
-        order = torch.randperm(SHAPE["vocab_size"], generator=torch.Generator().manual_seed(1))
-        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-            module.weight.copy_(module.weight[order])
-    else:
-        for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
-                parameter.normal_(std=0.1)
+def _reorder(model: PreTrainedModel) -> None:
+    """The trained llama with its tokens in another order."""
+    model.load_state_dict(target_model("llama").state_dict())
+    order = torch.randperm(SHAPE["vocab_size"], generator=torch.Generator().manual_seed(1))
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        module.weight.copy_(module.weight[order])
 
 
-def _teach(model: PreTrainedModel, family: str, steps: int) -> None:
+def _teach(model: PreTrainedModel, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
     for step in range(steps):
@@ -200,13 +194,18 @@ def _teach(model: PreTrainedModel, family: str, steps: int) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    print(f"target {family}: loss {loss.item():.3f}", flush=True)
+    print(f"target {model.config.model_type}: loss {loss.item():.3f}", flush=True)
 
 
 def _train_draft(base: Base, path: Path) -> None:
     torch.manual_seed(0)
     model = target_model(base.family)
     draft = auto_draft(model.config, base.algorithm, draft_vocab_size=base.reduced, **base.options)
+    if base.biased:
+        draft.config.update({"attention_bias": True, "mlp_bias": True})
+        draft = type(draft)(draft.config, draft.algorithm)
+        for parameter in (p for name, p in draft.named_parameters() if name.endswith(".bias")):
+            torch.nn.init.normal_(parameter, std=0.2)
     target = Target(model, draft.config.aux_layers)
     rows = rows_of(texts(10_000, 512))
     draft.start_from(target, rows)
