@@ -6,10 +6,11 @@ cut), not by what doctor looks at.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from doctor_bases import LETTERS, target_model, target_path
-from doctor_plant import Plant, table
+from doctor_bases import BASES, LETTERS, target_model, target_path
+from doctor_plant import NotHere, Plant, table
 from torch import Tensor
 
 DEFECTS, defect = table()
@@ -304,9 +305,7 @@ def attention_under_another_name(plant: Plant) -> None:
     plant.tensors = {n.replace("self_attn", "attention"): t for n, t in plant.tensors.items()}
 
 
-@defect(
-    r"two files|twice|more than one file|both|index", "eagle3", "eagle31", engine="vLLM reads every *.safetensors, and the last one wins"
-)
+@defect(r"two files|twice|more than one file|both|index", "eagle3", "eagle31", engine="vLLM reads all files, the last one wins")
 def one_tensor_in_two_files(plant: Plant) -> None:
     plant.files["model-00002.safetensors"] = {"fc.weight": 0.05 * torch.randn(plant.need("fc.weight")[0].shape)}
 
