@@ -44,7 +44,7 @@ def auto_draft(
             return _recorded(load_draft(config, registry, _settled(made, algorithm, options, asked, registry)), options)
         config = load_config(str(config))
     elif isinstance(config, Mapping):
-        fields = dict(config)
+        fields = deepcopy(dict(config))  # transformers changes nested fields in place
         made = fields.get("foredraft")
         if isinstance(made, Mapping) and "adapter" in made:
             config = registry.adapter(made["adapter"]).config_class(**fields)

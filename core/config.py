@@ -27,6 +27,20 @@ _TELLING = (
 )
 
 
+UNTOLD = (
+    "eagle_aux_hidden_state_layer_ids",
+    "head_dim",
+    "hidden_act",
+    "mask_token_id",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_interleave",
+    "rope_parameters",
+)
+"""Fields that decide what a draft computes and that neither its tensors nor its algorithm tell: kept once more, for `foredraft doctor`."""
+
+
 @dataclass(kw_only=True)
 class DraftConfigMixin:
     """Fields that every draft config adds to its family's native one.
@@ -50,6 +64,7 @@ class DraftConfigMixin:
         fields: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         if self.foredraft:
             fields["architectures"] = [self.foredraft["architecture"]]
+            fields["foredraft"] = {**self.foredraft, "fields": {name: fields[name] for name in UNTOLD if name in fields}}
         rope = fields.get("rope_parameters") or {}
         if "rope_theta" in rope:
             fields["rope_theta"] = rope["rope_theta"]

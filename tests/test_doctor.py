@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import TOKENS, tiny_draft, tiny_target, tiny_tokenizer
+from tiny import TOKENS, tiny_draft, tiny_rows, tiny_target, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -53,6 +53,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 2, "block_size": 4},
     "medusa": {},
 }
+AUX = "eagle_aux_hidden_state_layer_ids"
 REDUCED = 24
 """Tokens of a reduced draft vocabulary: not evenly spread, as in life."""
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
@@ -201,6 +202,65 @@ def test_pickled_weights_are_read_like_others(sound: Callable[..., Path], tmp_pa
     assert serious(examine(draft)) == set()
 
 
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 1e4},
+    {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32},
+    {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.1] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    },
+]
+
+
+@pytest.mark.parametrize("family", [*TARGETS, "gpt_neox"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_draft_of_ours_gives_a_false_alarm(family: str, tied: bool, tmp_path: Path) -> None:
+    """Every algorithm and RoPE scaling, whole and reduced vocabularies, a mask token chosen from data, with the weights moved a little."""
+    ropes = {"llama": ROPES, "qwen3": ROPES[:-1], "phi3": ROPES[:1] + ROPES[-1:]}.get(family, ROPES[:1])
+    for number, rope in enumerate(ropes):
+        torch.manual_seed(number)
+        shape = {**SHAPE, **TARGETS.get(family, {}), "tie_word_embeddings": tied, "rope_parameters": rope, "initializer_range": 0.3}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape), dtype=torch.float32).eval()
+        model.save_pretrained(tmp_path / f"target{number}")
+        for algorithm, options in list(ALGORITHMS.items())[number % 2 :: 2] if len(ropes) > 2 else ALGORITHMS.items():
+            reduced = REDUCED if algorithm != "dflash" and number % 2 == 0 else None
+            draft = auto_draft(model.config, algorithm, draft_vocab_size=reduced, **options)
+            draft.start_from(model, tiny_rows(["uuaaaaaaaa"]))
+            with torch.no_grad():
+                for p in draft.parameters():
+                    if p.requires_grad:
+                        p.add_(0.2 * p.abs().mean() * torch.randn(p.shape))
+            save_draft(draft, tmp_path / f"{algorithm}{number}")
+            found = examine(tmp_path / f"{algorithm}{number}", tmp_path / f"target{number}")
+            assert serious(found) == set(), (algorithm, rope, found)
+
+
+def test_a_head_that_was_not_the_target_s_is_no_alarm(sound: Callable[..., Path], target: Callable[[str], Path], tmp_path: Path) -> None:
+    """Trained from random numbers, with a direction that all rows share, as language models have; a target's head of another name."""
+    rows = torch.randn(REDUCED, 32, generator=torch.Generator().manual_seed(3)) * torch.linspace(0.5, 2, REDUCED)[:, None]
+    shared = load_file(target("llama") / "model.safetensors")["lm_head.weight"].mean(0)
+    for strength in (0.0, 1.0, 30.0):
+        other = filling("lm_head.weight", lambda t, s=strength: rows + s * shared)
+        draft = rewritten(sound(reduced=True), tmp_path / f"draft{strength}", other)
+        assert serious(examine(draft, target("llama"))) == set()
+    renamed = rewritten(target("llama"), tmp_path / "target", lambda c, s: s.update({"output.weight": s.pop("lm_head.weight")}))
+    assert serious(examine(sound(reduced=True), renamed)) == set()
+    broken = rewritten(sound(reduced=True), tmp_path / "broken", filling("lm_head.weight", noisy))
+    assert "head-random" in serious(examine(broken, renamed))
+
+
 # Broken drafts: each in one way.
 
 
@@ -234,6 +294,26 @@ def filling(name: str, fill: Callable[[torch.Tensor], torch.Tensor]) -> Break:
     return change
 
 
+def aux_moved(config: Config, state: Tensors) -> None:
+    """One layer early, by every field."""
+    config[AUX] = config["eagle_config"][AUX] = [1, 3, 4]
+    config["eagle_config"] = {**config["eagle_config"], AUX: [0, 2, 3]}
+
+
+def other_theta(config: Config, state: Tensors) -> None:
+    config["rope_theta"] = 10000.0
+    config["rope_parameters"]["rope_theta"] = 10000.0
+
+
+def scaling(**fields: Any) -> Break:
+    """Another scaling of the rotary embedding, in both spellings."""
+
+    def change(config: Config, state: Tensors) -> None:
+        config |= {"rope_parameters": {"rope_theta": 50000.0, **fields}, "rope_scaling": fields}
+
+    return change
+
+
 def absolute(config: Config, state: Tensors) -> None:
     state["d2t"] += torch.arange(REDUCED)
 
@@ -245,6 +325,16 @@ def absolute_alone(config: Config, state: Tensors) -> None:
 
 def target_layers(config: Config, state: Tensors) -> None:
     config["num_hidden_layers"] = 8
+
+
+def unrecorded(change: Break) -> Break:
+    """As in a draft of an earlier version, which did not keep the fields that no tensor tells."""
+
+    def both(config: Config, state: Tensors) -> None:
+        change(config, state)
+        del config["foredraft"]["fields"]
+
+    return both
 
 
 def other_record(config: Config, state: Tensors) -> None:
@@ -261,14 +351,44 @@ def without_scaling(config: Config, state: Tensors) -> None:
     config["rope_scaling"] = None
 
 
+def named(state: Tensors, ids: torch.Tensor) -> None:
+    """Another vocabulary, d2t and t2d in agreement."""
+    state["d2t"] = ids - torch.arange(len(ids))
+    state["t2d"] = torch.zeros(50, dtype=torch.bool).index_fill(0, ids, True)
+
+
+def other_vocabulary(config: Config, state: Tensors) -> None:
+    named(state, torch.cat([torch.arange(13, 25), torch.arange(26, 50, 2)]))
+
+
+def swapping(one: str, other: str) -> Break:
+    """Two tensors under each other's names; of doubled inputs, as of others."""
+
+    def change(config: Config, state: Tensors) -> None:
+        state[one], state[other] = state[other], state[one]
+
+    return change
+
+
+def biases(*projections: str) -> Tensors:
+    """Biases of the feed-forwards of two layers."""
+    return {f"layers.{i}.mlp.{x}_proj.bias": torch.ones(32 if x == "down" else 64) for i in (0, 1) for x in projections}
+
+
+def by_pairs(t: torch.Tensor) -> torch.Tensor:
+    """Rows of queries or keys, heads of 8, as layouts that turn neighbours have them."""
+    return t.view(-1, 2, 4, t.shape[1]).transpose(1, 2).reshape(t.shape)
+
+
 def noisy(t: torch.Tensor) -> torch.Tensor:
     return torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) * 0.02
 
 
-AUX = "eagle_aux_hidden_state_layer_ids"
 BROKEN: list[tuple[str, str, bool, Break]] = [
     # id, algorithm, reduced vocabulary, what breaks it
-    ("aux-looks-zero-based", "eagle3", False, lambda c, s: [setting(AUX, value=[1, 3, 4])(c, s), c.pop("eagle_config")]),
+    ("aux-looks-zero-based", "eagle3", False, unrecorded(lambda c, s: [setting(AUX, value=[1, 3, 4])(c, s), c.pop("eagle_config")])),
+    ("aux-other", "eagle3", False, lambda c, s: [setting(AUX, value=[1, 3, 4])(c, s), c.pop("eagle_config")]),
+    ("aux-other", "eagle3", False, aux_moved),
     ("aux-disagree", "eagle3", False, setting("eagle_config", AUX, value=[2, 4, 5])),
     ("aux-range", "eagle3", False, lambda c, s: [setting(AUX, value=[2, 4, 8])(c, s), c.pop("eagle_config")]),
     ("aux-range", "eagle3", False, lambda c, s: [setting(AUX, value=[5, 4, 2])(c, s), c.pop("eagle_config")]),
@@ -299,7 +419,8 @@ BROKEN: list[tuple[str, str, bool, Break]] = [
     ("lm-head-missing", "eagle3", True, dropping("lm_head.weight")),
     ("draft-vocab-size", "eagle3", True, lambda c, s: c.pop("draft_vocab_size")),
     ("vocab-size", "eagle3", False, setting("vocab_size", value=60)),
-    ("target-vocab", "eagle3", False, setting("vocab_size", value=60)),
+    ("vocab-size", "eagle3", True, setting("vocab_size", value=REDUCED)),
+    ("target-vocab", "dflash", False, lambda c, s: c.update(vocab_size=60, draft_vocab_size=60)),
     ("target-hidden", "eagle3", False, setting("target_hidden_size", value=48)),
     ("target-layers", "eagle3", False, setting("foredraft", "target", "num_hidden_layers", value=12)),
     ("embedding-random", "eagle3", False, filling("embed_tokens.weight", noisy)),
@@ -307,7 +428,10 @@ BROKEN: list[tuple[str, str, bool, Break]] = [
     ("tied-embeddings", "eagle3", True, setting("tie_word_embeddings", value=True)),
     ("rope-spellings", "eagle3", False, setting("rope_theta", value=10000.0)),
     ("rope-spellings", "eagle3", False, setting("rope_scaling", value={"rope_type": "linear", "factor": 4.0})),
-    ("rope-target", "eagle3", False, lambda c, s: [c.pop("rope_theta"), setting("rope_parameters", "rope_theta", value=10000.0)(c, s)]),
+    ("rope-target", "eagle3", False, unrecorded(other_theta)),
+    ("rope-other", "eagle3", False, other_theta),
+    ("rope-fields", "eagle3", False, scaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)),
+    ("rope-original", "eagle3", False, scaling(rope_type="yarn", factor=4.0)),
     ("rope-missing", "eagle3", False, lambda c, s: [c.pop(n) for n in ("rope_theta", "rope_parameters")]),
     ("rope-theta", "eagle3", False, setting("rope_theta", value="much")),
     ("mask-token-missing", "peagle", False, lambda c, s: [c.pop(n) for n in ("mask_token_id", "ptd_token_id", "pard_token")]),
@@ -334,6 +458,42 @@ BROKEN: list[tuple[str, str, bool, Break]] = [
     ("config-types", "eagle3", False, setting("hidden_size", value="32")),
     ("config-types", "eagle3", False, setting("num_hidden_layers", value=10**30)),
     ("config-fields", "eagle3", False, lambda c, s: c.pop("num_attention_heads")),
+    ("config-types", "eagle3", False, setting("architectures", value="LlamaForCausalLMEagle3")),
+    ("config-types", "eagle3", False, setting("dtype", value="float12")),
+    ("config-types", "eagle3", False, setting("head_dim", value=0)),
+    ("config-foreign", "eagle3", False, setting("logit_scale", value=2.0)),
+    ("config-foreign", "dflash", False, setting("dflash_config", "causal", value=True)),
+    ("activation", "eagle3", False, unrecorded(setting("hidden_act", value="gelu"))),
+    ("sliding-window", "eagle3", False, lambda c, s: c.update(sliding_window=64, use_sliding_window=True)),
+    ("sliding-window", "dflash", False, lambda c, s: c.update(sliding_window=64, layer_types=["sliding_attention"] * 2)),
+    ("d2t-other", "eagle3", True, filling("d2t", lambda t: t + 1)),
+    ("d2t-other", "eagle3", True, other_vocabulary),
+    ("d2t-other", "eagle3", True, lambda c, s: [named(s, torch.arange(50)[::2].flip(0)[:REDUCED].flip(0)), s.pop("t2d")]),
+    ("head-order", "eagle3", False, filling("lm_head.weight", lambda t: t.roll(1, dims=0))),
+    ("tensors-swapped", "eagle3", False, swapping("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight")),
+    ("tensors-swapped", "dflash", False, swapping("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")),
+    ("tensors-swapped", "eagle3", False, swapping("layers.0.mlp.down_proj.weight", "layers.1.mlp.down_proj.weight")),
+    ("rows-order", "eagle3", False, filling("layers.0.self_attn.q_proj.weight", by_pairs)),
+    ("rows-order", "dflash", False, filling("layers.1.self_attn.k_proj.weight", by_pairs)),
+    ("rows-order", "eagle3", False, filling("layers.0.self_attn.v_proj.weight", lambda t: t.roll(32, dims=1))),
+    ("tensor-random", "eagle3", False, filling("layers.0.self_attn.o_proj.weight", noisy)),
+    ("fc-random", "eagle3", False, filling("fc.weight", noisy)),
+    ("fc-order", "eagle3", False, filling("fc.weight", lambda t: t.roll(32, dims=1))),
+    ("bias-tensors", "eagle3", False, setting("attention_bias", value=True)),
+    ("bias-tensors", "dflash", False, setting("mlp_bias", value=True)),
+    ("bias-flag", "eagle3", False, lambda c, s: s.update(biases("gate", "up", "down"))),
+    ("bias-tensors", "eagle3", False, lambda c, s: [c.update(mlp_bias=True), s.update(biases("gate"))]),
+    ("qk-norm-architecture", "eagle3", False, lambda c, s: s.update({f"layers.0.self_attn.{x}_norm.weight": torch.ones(8) for x in "qk"})),
+    ("quantised", "eagle3", False, filling("layers.0.mlp.up_proj.weight", lambda t: (t * 100).to(torch.int8))),
+    ("quantised", "eagle3", False, setting("quantization_config", value={"quant_method": "fp8"})),
+    ("record-disagrees", "eagle3", False, lambda c, s: c.update(num_attention_heads=2, num_key_value_heads=1, head_dim=16)),
+    ("record-disagrees", "eagle3", False, setting("rms_norm_eps", value=0.1)),
+    ("record-disagrees", "eagle3", False, setting("architectures", value=["LlamaForCausalLM"])),
+    ("record-disagrees", "dflash", False, setting("block_size", value=8)),
+    ("record-disagrees", "eagle3", False, setting("norm_before_residual", value=True)),
+    ("heads-target", "eagle3", False, unrecorded(lambda c, s: c.update(num_attention_heads=2, num_key_value_heads=1, head_dim=16))),
+    ("epsilon-target", "eagle3", False, unrecorded(setting("rms_norm_eps", value=0.1))),
+    ("mask-token-other", "peagle", False, lambda c, s: c.update(mask_token_id=7, ptd_token_id=7, pard_token=7)),
 ]
 
 
@@ -353,7 +513,9 @@ def test_a_dropped_scaling_is_named(home: Path, tmp_path: Path) -> None:
     save_draft(tiny_draft(model), tmp_path / "sound")
     assert serious(examine(tmp_path / "sound", tmp_path / "target")) == set()
     broken = rewritten(tmp_path / "sound", tmp_path / "broken", without_scaling)
-    assert "rope-scaling" in serious(examine(broken, tmp_path / "target"))
+    assert serious(examine(broken, tmp_path / "target")) == {"rope-other"}
+    older = rewritten(tmp_path / "sound", tmp_path / "older", unrecorded(without_scaling))
+    assert "rope-scaling" in serious(examine(older, tmp_path / "target"))
 
 
 def test_the_tokenizer_is_looked_at(sound: Callable[..., Path], target: Callable[[str], Path], tmp_path: Path) -> None:
@@ -381,6 +543,17 @@ CERTAIN = [
     "embedding-random",
     "tied-embeddings",
     "draft-vocab-size",
+    "vocab-size",
+    "d2t-t2d",
+    "d2t-range",
+    "aux-other",
+    "aux-disagree",
+    "rope-other",
+    "rope-original",
+    "mask-token-other",
+    "mask-token-disagree",
+    "mask-token-missing",
+    "bias-flag",
 ]
 
 
@@ -397,8 +570,44 @@ def test_what_is_certain_is_mended(id: str, sound: Callable[..., Path], target: 
             torch.testing.assert_close(mended[name], wanted[name], rtol=0, atol=0)
 
 
+def test_each_mend_is_judged_alone(sound: Callable[..., Path], target: Callable[[str], Path], tmp_path: Path) -> None:
+    """One that does no good, by the files or by what is accepted, is dropped, and the others are kept."""
+
+    def change(config: Config, state: Tensors) -> None:
+        config |= {"vocab_size": REDUCED, "rope_theta": 1.0, "tie_word_embeddings": True}
+
+    whole = sound(reduced=True)
+    broken = rewritten(whole, tmp_path / "broken", change)
+    subject = open_subject(broken, target("llama"))
+    before = copy.deepcopy(dict(subject.draft.config))
+    assert {line.split(":")[0] for line in mend(subject, examine(broken), tmp_path / "all")} == {
+        "vocab-size",
+        "rope-spellings",
+        "tied-embeddings",
+    }
+    assert subject.draft.config == before
+    mended, wanted = (load_file(path / "model.safetensors") for path in (tmp_path / "all", whole))
+    assert mended.keys() == wanted.keys(), "d2t and t2d are right, whatever vocab_size says"
+    assert json.loads((tmp_path / "all" / "config.json").read_text()) == json.loads((whole / "config.json").read_text())
+
+    def accepts(path: Path) -> float | None:
+        return 2.0 - (json.loads((path / "config.json").read_text())["vocab_size"] == 50)
+
+    done = mend(subject, examine(broken), tmp_path / "some", accepts)
+    assert {line.split(":")[0] for line in done} == {"rope-spellings", "tied-embeddings"}
+
+
+def test_no_embedding_is_taken_from_another_target(sound: Callable[..., Path], tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE), dtype=torch.float32).save_pretrained(tmp_path / "other")
+    found = examine(sound(), tmp_path / "other")
+    assert "embedding-random" in serious(found)
+    with pytest.raises(ForedraftError, match="certainty"):
+        mend(open_subject(sound(), tmp_path / "other"), found, tmp_path / "mended")
+
+
 def test_all_mends_are_for_findings_that_exist() -> None:
-    tested = {b[0] for b in BROKEN} | {"norm-twin", "aux-one-convention", "mask-token-other"}
+    tested = {b[0] for b in BROKEN} | {"norm-twin", "aux-one-convention"}
     assert set(MENDS) <= tested
 
 
@@ -454,7 +663,7 @@ def test_mending_overwrites_nothing_and_guesses_nothing(sound: Callable[..., Pat
             del state[name]
 
     broken = rewritten(sound(), tmp_path / "broken", lose_a_layer)
-    assert "draft-layers" in serious(examine(broken))
+    assert serious(examine(broken)) == {"tensors-missing"}, "the layer is missing, the count is right"
     with pytest.raises(ForedraftError, match="certainty"):
         mend(open_subject(broken), examine(broken), tmp_path / "mended")
     assert not (tmp_path / "mended").exists()
@@ -615,6 +824,11 @@ def test_a_draft_that_cannot_be_loaded_is_not_measured(served: Path) -> None:
     assert [f.id for f in dynamic.measured(open_subject(broken, served / "target"))] == ["acceptance-unmeasured"]
 
 
+def test_quantised_weights_are_not_measured(served: Path) -> None:
+    broken = rewritten(served / "draft", served / "broken", filling("fc.weight", lambda t: (100 * t).to(torch.int8)))
+    assert [f.id for f in dynamic.measured(open_subject(broken, served / "target"))] == ["acceptance-unmeasured"]
+
+
 def test_a_draft_that_crashes_is_not_measured(served: Path) -> None:
     """A mask token beyond the embedding."""
     model = AutoModelForCausalLM.from_pretrained(served / "target")
@@ -649,7 +863,9 @@ def test_engines_have_their_say(served: Path) -> None:
         ("picky-refuses", "error"),
         ("clumsy-checks", "warning"),
     ]
-    assert {f.severity for f in ask_engines(checkpoint, [Picky, Clumsy], asked=False)} == {"note"}
+    told = ask_engines(checkpoint, [Picky, Clumsy, type("Fussy", (Picky,), {"name": "fussy"})], asked=False)
+    assert [(f.id, f.severity) for f in told] == [("clumsy-checks", "note"), ("engines-refuse", "note")]
+    assert told[-1].found == "picky: it is picky; fussy: it is picky"
 
 
 # Files that nobody should trust.
@@ -688,6 +904,27 @@ def test_shards_are_read_by_their_index(sound: Callable[..., Path], tmp_path: Pa
     assert all(torch.equal(checkpoint.tensor(n), state[n]) for n in names)
     (tmp_path / "b.safetensors").unlink()
     assert {"weights-damaged", "index-lost"} <= serious(examine(tmp_path))
+
+
+def test_a_tensor_in_two_files_is_named(sound: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copytree(sound(), tmp_path / "draft")
+    norm = load_file(sound() / "model.safetensors")["norm.weight"]
+    for value, expected in ((norm, set()), (norm + 1, {"tensors-twice"})):
+        save_file({"norm.weight": value}, tmp_path / "draft" / "adapter.safetensors")
+        assert serious(examine(tmp_path / "draft")) == expected
+    index = {"weight_map": dict.fromkeys(load_file(sound() / "model.safetensors"), "model.safetensors")}
+    (tmp_path / "draft" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert serious(examine(tmp_path / "draft")) == set(), "the index says which counts"
+
+
+def test_a_third_party_s_prefix_algorithm_needs_no_mask_token(sound: Callable[..., Path], tmp_path: Path) -> None:
+    def change(config: Config, state: Tensors) -> None:
+        for name in ("mask_token_id", "dflash_config"):
+            del config[name]
+        config["foredraft"] |= {"algorithm": "another", "options": {}, "fields": {}}
+        config["foredraft"]["spec"] |= {"mask_token": False}
+
+    assert serious(examine(rewritten(sound("dflash"), tmp_path / "draft", change))) == set()
 
 
 def test_a_pickle_runs_no_code_and_claims_no_memory(sound: Callable[..., Path], tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,9 @@ class Checkpoint:
     """By the names in the files."""
     findings: tuple[Finding, ...] = ()
     """What could not be read, and why."""
-    _pickled: Mapping[str, "Tensor"] = field(default_factory=dict, repr=False)
+    doubles: Mapping[str, Path] = field(default_factory=dict)
+    """Another file, for each tensor that two files hold without an index that says which counts."""
+    _loaded: Mapping[str, "Tensor"] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
@@ -55,20 +57,30 @@ class Checkpoint:
             raise ForedraftError(f"'{path}' is no directory: name the one that holds the draft's config.json and weights")
         reader = _Reader(path)
         config = reader.json(path / "config.json", "config-json")
-        return cls(path, config, reader.tensors(), tuple(reader.findings), reader.pickled)
+        return cls(path, config, reader.tensors(), tuple(reader.findings), reader.doubles, reader.pickled)
+
+    def changed(self, config: Mapping[str, Any], tensors: "Mapping[str, Tensor | None]") -> "Checkpoint":
+        """What the directory would be with this config, and with some tensors replaced, added, or left out (None)."""
+        kept = {name: info for name, info in self.tensors.items() if name not in tensors}
+        new = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        made = {name: TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch."), self.path) for name, t in new.items()}
+        return replace(self, config=config, tensors={**kept, **made}, _loaded={**self._loaded, **new})
 
     def tensor(self, name: str) -> "Tensor":
         """Load one tensor. Raises `KeyError` for a name that is not in `tensors`, `ForedraftError` if its file is damaged."""
-        from safetensors import safe_open
-
         info = self.tensors[name]
-        if name in self._pickled:
-            return self._pickled[name]
-        try:
-            with safe_open(info.file, "pt") as file:
-                return file.get_tensor(name)
-        except Exception as error:  # besides damage, whatever the library raises for dtypes that it cannot make
-            raise ForedraftError(f"'{info.file}': tensor '{name}' could not be read: {error}") from error
+        return self._loaded[name] if name in self._loaded else read_tensor(info.file, name)
+
+
+def read_tensor(file: Path, name: str) -> "Tensor":
+    """A tensor of a safetensors file. Raises `ForedraftError` if it cannot be read."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(file, "pt") as opened:
+            return opened.get_tensor(name)
+    except Exception as error:  # besides damage, whatever the library raises for dtypes that it cannot make
+        raise ForedraftError(f"'{file}': tensor '{name}' could not be read: {error}") from error
 
 
 class _Reader:
@@ -78,6 +90,7 @@ class _Reader:
         self.path = path
         self.findings: list[Finding] = []
         self.pickled: dict[str, Any] = {}
+        self.doubles: dict[str, Path] = {}
 
     def json(self, file: Path, kind: str) -> dict[str, Any]:
         """The object in a JSON file; {} with a finding where there is none."""
@@ -104,7 +117,9 @@ class _Reader:
             try:
                 if file.exists() and not file.is_file():  # opening a pipe would wait for ever
                     raise OSError("it is no regular file")
-                found.update(self._pickle(file) if file.suffix == ".bin" else _headers(file))
+                held = dict(self._pickle(file) if file.suffix == ".bin" else _headers(file))
+                self.doubles.update({name: found[name].file for name in held.keys() & found.keys()})
+                found.update(held)
             except pickle.UnpicklingError:  # its message advises to run the code
                 self._error(
                     "weights-damaged",

@@ -1,10 +1,12 @@
 """Checks of what `config.json` says: types and sizes, layers, aux layers, mask token, sliding window."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
+from typing import Any
 
 from ..config import check_aux_layers
 from ..errors import ForedraftError
+from .checkpoint import DTYPES
 from .finding import Finding, error, note, warning
 from .subject import MAX_INTEGER, MAX_LAYERS, Subject, as_integer, as_mapping
 
@@ -20,18 +22,39 @@ INTEGERS = (
     "target_hidden_size",
     "num_aux_hidden_states",
 )
-FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "tie_word_embeddings")
+FLAGS = (
+    "fc_norm",
+    "norm_output",
+    "norm_before_residual",
+    "norm_before_fc",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "rope_interleave",
+)
+OBJECTS = ("eagle_config", "dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "foredraft")
+TYPES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(INTEGERS, lambda v: as_integer(v, 1) is not None),
+    "num_hidden_layers": lambda v: as_integer(v) is not None,
+    **dict.fromkeys(FLAGS, lambda v: isinstance(v, bool)),
+    **dict.fromkeys(OBJECTS, lambda v: isinstance(v, Mapping)),
+    **dict.fromkeys(("hidden_act", "model_type"), lambda v: isinstance(v, str)),
+    **dict.fromkeys(("dtype", "torch_dtype"), lambda v: isinstance(v, str) and v.removeprefix("torch.") in DTYPES.values()),
+    "rms_norm_eps": lambda v: isinstance(v, float) and 0 < v < 1,
+    "architectures": lambda v: isinstance(v, list) and bool(v) and all(isinstance(name, str) for name in v),
+}
+"""What each field has to be where it is stated."""
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 def types(s: Subject) -> Iterator[Finding]:
     """Fields of the wrong type, and sizes that no model has."""
-    wrong = [f"{n}={str(s.fields[n])[:40]!r}" for n in INTEGERS if s.fields.get(n) is not None and as_integer(s.fields[n]) is None]
-    wrong += [f"{n}={str(s.fields[n])[:40]!r}" for n in FLAGS if s.fields.get(n) is not None and not isinstance(s.fields[n], bool)]
-    if wrong:
+    stated = {name: s.fields[name] for name in TYPES if s.fields.get(name) is not None}
+    if wrong := [f"{name}={str(value)[:40]!r}" for name, value in stated.items() if not TYPES[name](value)]:
         yield error(
             "config-types",
-            f"{', '.join(wrong)}: sizes are integers from 0 to {MAX_INTEGER}, flags true or false",
+            f"{', '.join(wrong)}: sizes are integers up to {MAX_INTEGER}, flags true or false, names text",
             "engines fail while they load, or read them as something else",
             "write what the draft was trained with",
         )
@@ -46,9 +69,8 @@ def types(s: Subject) -> Iterator[Finding]:
 
 def layers(s: Subject) -> Iterator[Finding]:
     """The draft's own layer count."""
-    stated = s.integer("num_hidden_layers")
-    held = len(s.layers)
-    if stated is None or (stated == held and s.layers == list(range(held))) or not s.draft.tensors:
+    stated, held = s.integer("num_hidden_layers"), len(s.layers)
+    if not s.miscounted:
         return
     targets = f", which is the target's count, {s.target_layers}" if stated == s.target_layers else ""
     yield error(
@@ -69,6 +91,13 @@ def aux_layers(s: Subject) -> Iterator[Finding]:
             "engines read different fields (those inside eagle_config and dflash_config count layer outputs from 0, one less): one of them "
             "feeds the draft other layers than it was trained on",
             "write the layers of the training in both conventions",
+        )
+    elif (made := s.saved.get("eagle_aux_hidden_state_layer_ids")) and s.aux_layers and next(iter(s.aux_layers.values())) != made:
+        yield error(
+            "aux-other",
+            f"as hidden_states indices, {shown}; the draft was saved with {str(made)[:80]}",
+            "the draft reads other layers of the target than it was trained on",
+            f"write {str(made)[:80]}, and one less each inside eagle_config and dflash_config",
         )
     for name, ids in list(s.aux_layers.items())[:1]:
         yield from _aux_layers(s, name, ids)
@@ -112,7 +141,7 @@ def _aux_layers(s: Subject, name: str, ids: list[int]) -> Iterator[Finding]:
             "fc does not fit what the engine concatenates",
             f"state {read} layers",
         )
-    if count and count > 7 and ids == [1, count // 2 - 1, count - 4]:
+    if count and count > 7 and ids == [1, count // 2 - 1, count - 4] and not s.saved:
         yield warning(
             "aux-looks-zero-based",
             f"{name} means {ids} of {count} layers: each one less than the usual [2, {count // 2}, {count - 3}]",
@@ -149,7 +178,7 @@ def mask_token(s: Subject) -> Iterator[Finding]:
     """The token that stands for the unknown: there, one of the target's, the same by every name."""
     tokens, vocabulary = s.mask_tokens, s.vocab_size
     shown = ", ".join(f"{name}={str(v)[:20]}" for name, v in tokens.items())
-    if (s.prefix or s.parallel) and not tokens:
+    if s.spec.get("mask_token", s.prefix or s.parallel) and not tokens:
         yield error(
             "mask-token-missing",
             "the draft reads a mask token, and the config names none",
@@ -170,14 +199,14 @@ def mask_token(s: Subject) -> Iterator[Finding]:
             "engines read the first name they know: some feed another token than training did, and nothing past the first is accepted",
             "write the mask token of the training under each name",
         )
-    if (wanted := s.spec.get("mask_token_id")) and tokens and wanted not in tokens.values():
+    elif (wanted := s.mask_token) is not None and tokens and wanted not in tokens.values():
         yield error("mask-token-other", f"{shown}; the draft was made with {wanted}", "masked slots read another token", f"write {wanted}")
 
 
 def mask_hidden(s: Subject) -> Iterator[Finding]:
     """The learned state of masked slots, there iff the draft is parallel."""
     shape, fc = s.shape("mask_hidden"), s.shape("fc.weight")
-    if s.parallel and shape is None:
+    if shape is None and ("mask_hidden" in s.built.state_dict() if s.built is not None else s.parallel):
         yield error(
             "mask-hidden-missing",
             "the config names a mask token for parallel drafting, the file holds no mask_hidden",
@@ -193,10 +222,43 @@ def mask_hidden(s: Subject) -> Iterator[Finding]:
         )
 
 
+def activation(s: Subject) -> Iterator[Finding]:
+    """An activation that engines' feed-forwards do not know."""
+    act = s.fields.get("hidden_act")
+    if act not in (None, "silu") and "kv_lora_rank" not in s.fields and "hidden_act" not in s.saved:
+        yield warning(
+            "activation",
+            f"hidden_act={str(act)[:40]!r}",
+            "vLLM and SGLang refuse the draft: their feed-forwards know silu alone",
+            "write silu, if it was trained so",
+        )
+
+
 def sliding_window(s: Subject) -> Iterator[Finding]:
-    """Windows that are stated in one place and missing in another."""
+    """Windows that are stated in one place and missing in another; of our drafts, which have none, any."""
     kinds, window = s.fields.get("layer_types"), s.fields.get("sliding_window")
     dflash = as_mapping(s.fields.get("dflash_config"))
+    if s.made:
+        whole = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+        asked = {"layer_types": kinds, "sliding_window": window, "use_sliding_window": s.fields.get("use_sliding_window")}
+        names = [name for name, value in asked.items() if value and not whole] + ["dflash_config.use_swa"] * bool(dflash.get("use_swa"))
+        if names:
+            yield error(
+                "sliding-window",
+                f"{', '.join(names)}: the draft was trained to see the whole text",
+                "engines that read this hide what lies before the window: acceptance falls once the text is longer",
+                "take them out of config.json",
+            )
+    else:
+        yield from _windows(s, kinds, window, dflash)
+    held = s.integer("num_hidden_layers")
+    if isinstance(kinds, list) and held is not None and held <= MAX_LAYERS and len(kinds) != held:
+        yield warning(
+            "layer-types", f"layer_types names {len(kinds)} layers, the draft has {held}", "loaders disagree", "one name per layer"
+        )
+
+
+def _windows(s: Subject, kinds: Any, window: Any, dflash: Mapping[str, Any]) -> Iterator[Finding]:
     sliding = isinstance(kinds, list) and "sliding_attention" in kinds
     off = ", use_sliding_window=false" if s.fields.get("use_sliding_window") is False else ""
     if sliding and (as_integer(window, 1) is None or off):
@@ -220,25 +282,54 @@ def sliding_window(s: Subject) -> Iterator[Finding]:
             "engines ignore the window",
             "write swa_window_size as in training",
         )
-    held = s.integer("num_hidden_layers")
-    if isinstance(kinds, list) and held is not None and held <= MAX_LAYERS and len(kinds) != held:
-        yield warning(
-            "layer-types", f"layer_types names {len(kinds)} layers, the draft has {held}", "loaders disagree", "one name per layer"
-        )
+
+
+def recorded(s: Subject) -> dict[str, Any]:
+    """What foredraft recorded of fields when it made the draft, without those of which other checks tell."""
+    wanted = {name: s.spec[name] for name in ("fc_norm", "norm_output", "norm_before_residual") if name in s.spec}
+    elsewhere = ("eagle_aux_hidden_state_layer_ids", "mask_token_id", "rope_parameters")
+    wanted |= {name: value for name, value in s.saved.items() if name not in elsewhere}
+    for name, spec, held in (("num_hidden_layers", "num_layers", len(s.layers)), ("num_aux_hidden_states", "num_aux", s.chunks)):
+        if spec in s.spec and s.integer(name) == held:  # else the file says which is right
+            wanted[name] = s.spec[spec]
+    wanted |= {name: s.remade[name] for name in ("architectures", "model_type", "block_size") if s.remade.get(name) is not None}
+    return wanted
 
 
 def record(s: Subject) -> Iterator[Finding]:
-    """Flags and counts that differ from what foredraft recorded when it made the draft."""
-    pairs = {name: name for name in ("fc_norm", "norm_output", "norm_before_residual")}
-    pairs |= {"num_hidden_layers": "num_layers", "num_aux_hidden_states": "num_aux"}
-    changed = [(n, s.fields.get(n), s.spec[m]) for n, m in pairs.items() if m in s.spec and s.fields.get(n) != s.spec[m]]
+    """Fields that differ from what foredraft recorded when it made the draft."""
+    changed = [(name, s.fields.get(name), then) for name, then in recorded(s).items() if (s.fields.get(name) or False) != (then or False)]
     if changed:
         yield error(
             "record-disagrees",
-            "; ".join(f"{name}={str(now)[:20]}, made with {str(then)[:20]}" for name, now, then in changed),
-            "the draft runs otherwise than it was trained",
+            "; ".join(f"{name}={str(now)[:40]}, made with {str(then)[:40]}" for name, now, then in changed),
+            "the draft runs otherwise than it was trained, or engines take it for another",
             "write what it was made with (the entry 'foredraft' of config.json)",
         )
 
 
-CHECKS = (types, layers, aux_layers, features, mask_token, mask_hidden, sliding_window, record)
+def foreign(s: Subject) -> Iterator[Finding]:
+    """Of our drafts: what engines would compute by fields that no draft of ours has."""
+    from pydantic import ValidationError
+
+    from ..formats.fields import DraftFields
+
+    if not s.made:
+        return
+    skipped = ("layer_types", "sliding_window", "use_sliding_window", "eagle_config", "norm_before_fc")  # others say what is wrong there
+    dflash = {name: v for name, v in as_mapping(s.fields.get("dflash_config")).items() if name != "use_swa"}
+    try:
+        asked = {name: v for name, v in s.fields.items() if name not in skipped} | {"dflash_config": dflash}
+        problems = DraftFields.model_validate(asked).objections()
+    except ValidationError:  # fields of a wrong type are named elsewhere
+        return
+    if problems:
+        yield error(
+            "config-foreign",
+            "; ".join(problems)[:300],
+            "the draft was trained without: engines that read this compute something else",
+            "take these fields out of config.json",
+        )
+
+
+CHECKS = (types, layers, aux_layers, features, mask_token, mask_hidden, activation, sliding_window, record, foreign)

@@ -72,6 +72,8 @@ def measured(subject: Subject, prompts: str | Path | None = None, loading: Loadi
     """
     if subject.target is None or not subject.target.tensors:
         return [_unmeasured("no weights of the target are at hand")]
+    if subject.quantised:
+        return [_unmeasured(subject.quantised)]
     target_path = str(subject.target.path)
     try:
         tokenizer, target = load_tokenizer(target_path, loading), load_target(target_path, "auto", loading).eval()

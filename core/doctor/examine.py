@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ..hub import TARGET, download, find_draft
-from . import config, pair, rope, tensors, vocabulary
+from . import config, origin, pair, rope, tensors, vocabulary
 from .checkpoint import Checkpoint
 from .finding import Finding
 from .subject import Subject
 
-CHECKS = (*config.CHECKS, *tensors.CHECKS, *vocabulary.CHECKS, *rope.CHECKS, *pair.CHECKS)
+CHECKS = (*config.CHECKS, *tensors.CHECKS, *vocabulary.CHECKS, *rope.CHECKS, *pair.CHECKS, *origin.CHECKS)
 """Each takes a `Subject` and yields findings; none raises, whatever the files hold."""
 ORDER = {"error": 0, "warning": 1, "note": 2}
 
@@ -34,18 +34,33 @@ def examine_subject(subject: Subject) -> list[Finding]:
 
 
 def ask_engines(checkpoint: Checkpoint, engines: Iterable[Any], asked: bool) -> list[Finding]:
-    """What engines' own checks find; of engines that were not asked for by name, notes."""
+    """What engines' own checks find; of engines that were not asked for by name, notes, and one for all that do not serve the draft."""
     found: list[Finding] = []
+    refused: dict[str, str] = {}
     for engine in engines:
         try:
             theirs = engine().findings(checkpoint)
         except Exception as error:  # an engine is a plugin, and may stumble over what it did not expect
             text = f"its checks failed: {type(error).__name__}: {error}"[:300]
             theirs = [Finding(f"{engine.name}-checks", "warning", text, "nothing is known about this engine", "report it to the plugin")]
-        found += theirs if asked else [replace(f, severity="note") for f in theirs]
+        if not asked:
+            if theirs and theirs[0].id == f"{engine.name}-refuses":
+                refused[engine.name] = theirs.pop(0).found
+            theirs = [replace(f, severity="note") for f in theirs]
+        found += theirs
+    if refused:
+        found.append(
+            Finding(
+                "engines-refuse",
+                "note",
+                "; ".join(f"{name}: {why}" for name, why in refused.items()),
+                f"{', '.join(refused)} {'does' if len(refused) == 1 else 'do'} not serve this draft",
+                "nothing to do, if another engine is to serve it: `foredraft info DRAFT` says which",
+            )
+        )
     return worst_first(found)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Errors, then warnings, then notes, each in the order in which they were found."""
-    return sorted(findings, key=lambda f: ORDER[f.severity])
+    """Errors, then warnings, then notes, each once, in the order in which they were found."""
+    return sorted(dict.fromkeys(findings), key=lambda f: ORDER[f.severity])

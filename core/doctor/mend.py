@@ -3,9 +3,11 @@
 import copy
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import WEIGHTS
@@ -13,9 +15,11 @@ from ..config import check_aux_layers
 from ..errors import ForedraftError
 from ..layouts import architecture_of
 from ..writing import check_new, replacing
-from .checkpoint import SIDE_FILE
+from .checkpoint import SIDE_FILE, Checkpoint
+from .config import recorded
+from .examine import ORDER, examine_subject
 from .finding import Finding
-from .pair import EMBEDDING
+from .origin import named_share, nearest
 from .rope import draft_rope, scaling, target_rope
 from .subject import Subject, as_mapping
 from .tensors import architecture_by_content
@@ -23,6 +27,7 @@ from .tensors import architecture_by_content
 if TYPE_CHECKING:
     from torch import Tensor
 
+LENGTH = "original_max_position_embeddings"
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
@@ -52,33 +57,69 @@ MENDS: dict[str, Mend] = {}
 """By the id of the finding."""
 
 
-def mend(subject: Subject, findings: Iterable[Finding], out: str | Path) -> list[str]:
-    """Write a mended copy of the draft to the new directory `out`; what was mended, a line each.
+def mend(
+    subject: Subject, findings: Iterable[Finding], out: str | Path, accepts: Callable[[Path], float | None] | None = None
+) -> list[str]:
+    """Write a copy of the draft to the new directory `out`, mended where `findings` say; what was mended, a line each.
 
-    All tensors go into one `model.safetensors` under the names they had; small files beside them are copied. Raises
-    `ForedraftError` if nothing can be mended with certainty, if the draft cannot be read, or if `out` is there already.
+    Each mend is judged alone: it is kept if the copy then examines better, with nothing new, and is not accepted less by
+    `accepts`, which measures the draft in a directory (None where it cannot be run). All tensors go into one
+    `model.safetensors` under the names they had; small files beside them are copied. Raises `ForedraftError` if nothing can be
+    mended with certainty, if the draft cannot be read, or if `out` is there already.
     """
+    out = Path(out)
+    check_new(out)
+    if unread := [f.found for f in subject.draft.findings]:
+        raise ForedraftError(f"'{subject.draft.path}' cannot be mended, as it could not be read: {unread[0]}")
+    asked, tried = {f.id for f in findings} & set(MENDS), set()
+    found, done, dropped = examine_subject(subject), [], []
+    accepted = accepts(subject.draft.path) if accepts else None
+    while id := next((f.id for f in found if f.id in asked - tried), None):
+        tried.add(id)
+        made = Copy(subject, copy.deepcopy(dict(subject.draft.config)))
+        if not (how := MENDS[id](subject, made)):
+            continue
+        changed = Subject(subject.draft.changed(made.config, made.tensors), subject.target)
+        if not _better(then := examine_subject(changed), found):
+            dropped.append(f"{id}: {how}; other findings came with it")
+            continue
+        if accepts and (now := _measured(changed, accepts)) != accepted:
+            if accepted is not None and (now is None or now < accepted):
+                dropped.append(f"{id}: {how}; fewer drafted tokens were accepted")
+                continue
+            accepted = now
+        subject, found, tried = changed, then, set()  # what did not help before may help now
+        done.append(f"{id}: {how}")
+    if not done:
+        tries = "".join(f"\n  tried and dropped: {line}" for line in dict.fromkeys(dropped))
+        raise ForedraftError(f"nothing of '{subject.draft.path}' can be mended with certainty; nothing was written{tries}")
+    with replacing(out) as temporary:
+        _write(subject.draft, temporary)
+    return done
+
+
+def _better(now: list[Finding], before: list[Finding]) -> bool:
+    """Whether there are fewer findings or lesser ones, and none is new but notes."""
+    new = Counter(f.id for f in now if f.severity != "note") - Counter(f.id for f in before)
+    counts = [[sum(f.severity == kind for f in found) for kind in ORDER] for found in (now, before)]
+    return not new and counts[0] < counts[1]
+
+
+def _measured(changed: Subject, accepts: Callable[[Path], float | None]) -> float | None:
+    with TemporaryDirectory() as folder:
+        _write(changed.draft, Path(folder))
+        return accepts(Path(folder))
+
+
+def _write(draft: Checkpoint, folder: Path) -> None:
     from safetensors.torch import save_file
 
-    draft, out = subject.draft, Path(out)
-    check_new(out)
-    if unread := [f.found for f in draft.findings]:
-        raise ForedraftError(f"'{draft.path}' cannot be mended, as it could not be read: {unread[0]}")
-    mended = Copy(subject, copy.deepcopy(dict(draft.config)))
-    ids = dict.fromkeys(f.id for f in findings)
-    done = [f"{id}: {how}" for id in ids if id in MENDS and (how := MENDS[id](subject, mended))]
-    if not done:
-        raise ForedraftError(f"nothing of '{draft.path}' can be mended with certainty; nothing was written")
-    kept = {name: draft.tensor(name) for name in draft.tensors if name not in mended.tensors}
-    state = {**kept, **{name: t for name, t in mended.tensors.items() if t is not None}}
-    with replacing(out) as temporary:
-        for file in draft.path.iterdir():
-            if file.is_file() and (file.name == SIDE_FILE or not file.name.endswith(NOT_COPIED)) and file.stat().st_size < 2**28:
-                shutil.copyfile(file, temporary / file.name)
-        (temporary / "config.json").write_text(json.dumps(mended.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        save_file({name: t.contiguous().clone() for name, t in state.items()}, temporary / WEIGHTS, metadata={"format": "pt"})
-        (temporary / WEIGHTS).chmod(0o644)
-    return done
+    for file in draft.path.iterdir():
+        if file.is_file() and (file.name == SIDE_FILE or not file.name.endswith(NOT_COPIED)) and file.stat().st_size < 2**28:
+            shutil.copyfile(file, folder / file.name)
+    (folder / "config.json").write_text(json.dumps(draft.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    save_file({name: draft.tensor(name).contiguous().clone() for name in draft.tensors}, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)
 
 
 def mends(*ids: str) -> Callable[[Mend], Mend]:
@@ -108,8 +149,32 @@ def _absolute(s: Subject, made: Copy) -> str | None:
     ids = s.load("d2t")
     assert ids is not None
     made.put("d2t", ids.long() - torch.arange(len(ids)))
-    made.put("t2d", _named(ids.long(), s.vocab_size or 0))
+    made.put("t2d", _named(ids.long(), s.whole or 0))
     return "d2t holds offsets now, t2d is built from it"
+
+
+@mends("d2t-other", "d2t-range", "d2t-duplicates", "d2t-t2d", "d2t-zero")
+def _renamed(s: Subject, made: Copy) -> str | None:
+    """Of the vocabularies that the file or a shift suggests, the one whose tokens the head's rows are."""
+    import torch
+
+    d2t, t2d, head, theirs = s.load("d2t"), s.load("t2d"), s.load("lm_head.weight"), s.target_head()
+    if d2t is None or head is None or theirs is None or head.shape[1:] != theirs.shape[1:] or d2t.shape != head.shape[:1]:
+        return None
+    count = torch.arange(len(head))
+    ids, (at, found, clear) = d2t.long() + count, nearest(head, theirs)
+    tried = {"d2t holds offsets now": d2t.long(), "d2t ascends now": ids.sort().values}
+    if t2d is not None:
+        tried["d2t is built from t2d"] = t2d.bool().nonzero()[:, 0]
+    if bool(clear.any()):
+        shift = int((found - ids[at])[clear].mode().values)
+        tried[f"d2t is moved by {shift}"] = ids + shift
+    for how, named in {"t2d is built from d2t": ids, **tried}.items():
+        if len(named) == len(head) and bool(((named >= 0) & (named < len(theirs))).all()) and named_share(head, theirs, named) > 0.8:
+            made.put("d2t", named - count)
+            made.put("t2d", _named(named, s.whole or len(theirs)))
+            return f"{how}, as the rows of lm_head say"
+    return None
 
 
 @mends("d2t-missing")
@@ -127,7 +192,7 @@ def _from_t2d(s: Subject, made: Copy) -> str | None:
 def _t2d(s: Subject, made: Copy) -> str | None:
     import torch
 
-    d2t, whole = s.load("d2t"), s.vocab_size or 0
+    d2t, whole = s.load("d2t"), s.whole or 0
     if d2t is None:
         return None
     ids = d2t.long() + torch.arange(len(d2t))
@@ -161,9 +226,10 @@ def _integers(s: Subject, made: Copy) -> str | None:
     return "d2t is int64 now"
 
 
-@mends("aux-one-convention", "aux-disagree", "aux-range")
+@mends("aux-one-convention", "aux-disagree", "aux-range", "aux-other")
 def _aux_layers(s: Subject, made: Copy) -> str | None:
-    sound = {tuple(ids) for ids in s.aux_layers.values() if _fits(s, ids)}
+    saved = s.saved.get("eagle_aux_hidden_state_layer_ids")
+    sound = {tuple(ids) for ids in ([saved] if isinstance(saved, list) else s.aux_layers.values()) if _fits(s, ids)}
     if len(sound) != 1:
         return None
     ids = list(sound.pop())
@@ -196,14 +262,16 @@ def _twins(s: Subject, made: Copy) -> str | None:
     return "layers above the first carry their norm under both names"
 
 
-@mends("rope-spellings")
+@mends("rope-spellings", "rope-original", "rope-other", "rope-missing")
 def _rope(s: Subject, made: Copy) -> str | None:
     old = {**as_mapping(s.fields.get("rope_scaling")), "rope_theta": s.fields.get("rope_theta")}
     wanted, spelt = target_rope(s), (as_mapping(s.fields.get("rope_parameters")), old)
     sound = [r for r in spelt if r.get("rope_theta") == wanted.get("rope_theta") and scaling(r) == scaling(wanted)]
-    if wanted and sound:
-        rope = dict(sound[0])
-    elif s.made:
+    if saved := as_mapping(s.saved.get("rope_parameters")):
+        rope = dict(saved)
+    elif wanted and sound:
+        rope = {**sound[0], **{name: length for name, length in wanted.items() if name == LENGTH}}
+    elif s.made and s.fields.get("rope_parameters"):
         rope = draft_rope(s)  # training reads rope_parameters
     else:
         return None
@@ -211,15 +279,19 @@ def _rope(s: Subject, made: Copy) -> str | None:
     made.set("rope_parameters", {"rope_type": kind, **rope})
     made.set("rope_theta", rope.get("rope_theta"))
     made.set("rope_scaling", {k: v for k, v in rope.items() if k != "rope_theta"} if scaling(rope) else None)
+    if LENGTH in rope:
+        made.set(LENGTH, rope[LENGTH])
     return "RoPE is spelt alike for transformers 4 and 5"
 
 
 @mends("embedding-random")
 def _embedding(s: Subject, made: Copy) -> str | None:
-    theirs = s.load_target(*EMBEDDING)
-    mine = s.load("embed_tokens.weight")
+    theirs, mine = s.target_embedding(), s.load("embed_tokens.weight")
     if theirs is None or mine is None or theirs.shape != mine.shape:
         return None
+    head, whose, ids = s.load("lm_head.weight"), s.target_head(), s.draft_ids()
+    if head is None or whose is None or ids is None or head.shape[1:] != whose.shape[1:] or named_share(head, whose, ids) < 0.8:
+        return None  # nothing says that this is the draft's target
     made.put("embed_tokens.weight", theirs.to(mine.dtype))
     return "embed_tokens is the target's"
 
@@ -238,15 +310,14 @@ def _norm_before_fc(s: Subject, made: Copy) -> str | None:
 
 @mends("record-disagrees")
 def _record(s: Subject, made: Copy) -> str | None:
-    for name in ("fc_norm", "norm_output", "norm_before_residual"):
-        if isinstance(s.spec.get(name), bool):
-            made.set(name, s.spec[name])
-    for name, recorded, held in (("num_hidden_layers", "num_layers", len(s.layers)), ("num_aux_hidden_states", "num_aux", s.chunks)):
-        if s.spec.get(recorded) == held is not None:  # else the file is not what was made, either
-            made.set(name, held)
-    if made.config == s.draft.config:
-        return None
-    return "flags and counts are those it was made with"
+    wanted = recorded(s)
+    for name, held in (("num_hidden_layers", len(s.layers)), ("num_aux_hidden_states", s.chunks)):
+        if wanted.get(name) != held:
+            wanted.pop(name, None)  # the file is not what was made, either
+    for name, value in wanted.items():
+        if name in s.fields or value:
+            made.set(name, value)
+    return "flags and counts are those it was made with" if made.config != s.draft.config else None
 
 
 @mends("tied-embeddings")
@@ -266,8 +337,9 @@ def _draft_vocabulary(s: Subject, made: Copy) -> str | None:
 
 @mends("vocab-size")
 def _vocabulary(s: Subject, made: Copy) -> str | None:
-    rows = s.shape("embed_tokens.weight")
-    if not rows or rows[0] != s.target_fields.get("vocab_size"):
+    rows, t2d = s.shape("embed_tokens.weight"), s.shape("t2d")
+    told = (s.target_fields.get("vocab_size"), as_mapping(s.made.get("target")).get("vocab_size"), *(t2d or ()))
+    if not rows or rows[0] not in told:
         return None
     made.set("vocab_size", rows[0])
     return f"vocab_size is {rows[0]} now, the target's"
@@ -284,14 +356,30 @@ def _several(s: Subject, made: Copy) -> str | None:
     return "the config says EAGLE-3 now"
 
 
-@mends("mask-token-other", "mask-token-disagree")
+@mends("mask-token-other", "mask-token-disagree", "mask-token-range", "mask-token-missing")
 def _mask_token(s: Subject, made: Copy) -> str | None:
-    wanted = s.spec.get("mask_token_id")
-    if not isinstance(wanted, int):
+    wanted = s.mask_token
+    if wanted is None:
         return None
-    for name in s.mask_tokens:
+    for name in [*s.mask_tokens, *(["mask_token_id"] if s.made else [])]:
         if name.startswith("dflash_config."):
             made.config["dflash_config"]["mask_token_id"] = wanted
         else:
             made.set(name, wanted)
     return f"the mask token is {wanted} by every name"
+
+
+@mends("qk-norm-architecture")
+def _architecture(s: Subject, made: Copy) -> str | None:
+    made.config["architectures"] = [architecture_by_content(s)]
+    made.set("model_type", "qwen3")
+    return "the architecture is the one with norms on queries and keys"
+
+
+@mends("bias-flag")
+def _biases(s: Subject, made: Copy) -> str | None:
+    parts = {"attention_bias": ".self_attn.", "mlp_bias": ".mlp."}
+    flags = [flag for flag, part in parts.items() if any(part in name and name.endswith(".bias") for name in s.names)]
+    for flag in flags:
+        made.set(flag, True)
+    return f"{' and '.join(flags)} set"

@@ -1,9 +1,10 @@
 """Checks of a draft against its target: widths, vocabulary, embedding, head, tokenizer."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .finding import Finding, error, note, warning
 from .subject import Subject, as_integer, as_mapping
@@ -11,9 +12,6 @@ from .subject import Subject, as_integer, as_mapping
 if TYPE_CHECKING:
     from torch import Tensor
 
-EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-"""Ends of its name in the files of targets."""
-HEAD = ("lm_head.weight", "embed_out.weight", *EMBEDDING)  # tied, where there is no head of its own
 ROWS = 4096
 """Rows of an embedding or head that are compared."""
 
@@ -25,7 +23,7 @@ def shapes(s: Subject) -> Iterator[Finding]:
         return
     pairs = {
         "hidden_size": ("target_hidden_size", s.target_hidden_size, "fc reads states of that width"),
-        "vocab_size": ("vocab_size", s.vocab_size, "logits and tokens are the target's"),
+        "vocab_size": ("vocab_size", s.whole, "logits and tokens are the target's"),
     }
     for name, (mine, value, why) in pairs.items():
         other = as_integer(theirs.get(name))
@@ -50,7 +48,7 @@ def embedding(s: Subject) -> Iterator[Finding]:
     mine = s.load("embed_tokens.weight")
     if mine is None or mine.ndim != 2:
         return
-    theirs = s.load_target(*EMBEDDING)
+    theirs = s.target_embedding()
     if theirs is None:
         if looks_fresh(mine):
             yield note(
@@ -71,16 +69,13 @@ def embedding(s: Subject) -> Iterator[Finding]:
 
 def head(s: Subject) -> Iterator[Finding]:
     """A head that looks as if it was never set."""
-    import torch
-
-    mine, d2t, theirs = s.load("lm_head.weight"), s.load("d2t"), s.load_target(*HEAD)
+    mine, theirs, ids = s.load("lm_head.weight"), s.target_head(), s.draft_ids()
     if mine is None or mine.ndim != 2 or not looks_fresh(mine):
         return
     if theirs is None:
         yield note("head-fresh", "lm_head looks like random numbers: all rows are equally long", "if so, it drafts noise", "use --target")
         return
-    ids = torch.arange(len(mine)) + (d2t.long() if d2t is not None and d2t.shape == (len(mine),) else 0)
-    fits = theirs.shape[1:] == mine.shape[1:] and int(ids.min()) >= 0 and int(ids.max()) < len(theirs)
+    fits = ids is not None and theirs.shape[1:] == mine.shape[1:] and int(ids.max()) < len(theirs)
     if fits and (close := likeness(mine, theirs[ids])) < 0.1:
         yield error(
             "head-random",
@@ -88,6 +83,44 @@ def head(s: Subject) -> Iterator[Finding]:
             "it drafts noise",
             "copy lm_head from the training's checkpoint",
         )
+
+
+def geometry(s: Subject) -> Iterator[Finding]:
+    """What no tensor's shape tells: how a width is cut into heads, and the norms' epsilon, against the target's last layer."""
+    from ..grouped_query import GroupedQueryDraft
+
+    if s.target is None or "kv_lora_rank" in s.fields or s.saved:  # what was saved is known better
+        return
+    try:
+        theirs = GroupedQueryDraft.shape(target_config(s.target_fields))
+    except Exception:  # whatever a config by someone else makes a loader raise
+        return
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    mine = [s.integer(name) for name in names]
+    mine[1], mine[2] = mine[1] or mine[0], mine[2] or (s.hidden_size or 0) // (mine[0] or 1)
+    wanted = [as_integer(theirs[name]) for name in names]
+    if None not in (*mine, *wanted) and mine != wanted and all(mine[i] * mine[2] == wanted[i] * wanted[2] for i in (0, 1)):
+        yield warning(
+            "heads-target",
+            f"the draft has {mine[0]} heads of {mine[2]} ({mine[1]} of keys), the target {wanted[0]} of {wanted[2]} ({wanted[1]})",
+            "the same tensors are cut otherwise: unless it was trained so, queries meet the keys of other heads",
+            "write the target's num_attention_heads, num_key_value_heads and head_dim",
+        )
+    epsilon = s.fields.get("rms_norm_eps")
+    if isinstance(epsilon, float) and epsilon > 0 and not 0.05 < epsilon / theirs["rms_norm_eps"] < 20:
+        yield warning(
+            "epsilon-target",
+            f"rms_norm_eps={epsilon:g}, the target's is {theirs['rms_norm_eps']:g}",
+            "unless it was trained so, every norm scales otherwise",
+            "write the target's",
+        )
+
+
+def target_config(fields: Mapping[str, Any]) -> Any:
+    """A target's config from its fields. Raises whatever transformers raises for malformed ones."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**deepcopy(dict(fields))).get_text_config()
 
 
 def likeness(a: "Tensor", b: "Tensor") -> float:
@@ -160,4 +193,4 @@ def _json(file: Path) -> object:
         return None
 
 
-CHECKS = (shapes, embedding, head, tokenizer)
+CHECKS = (shapes, embedding, head, geometry, tokenizer)

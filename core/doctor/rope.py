@@ -6,6 +6,8 @@ from typing import Any
 from .finding import Finding, error, note, warning
 from .subject import Subject, as_mapping
 
+UNSCALED = ("llama3", "yarn", "longrope")
+"""Kinds of scaling that start from the length of the target's first training."""
 CONTEXT = "the draft turns its queries and keys otherwise than in training: acceptance falls with the length of the text"
 
 
@@ -41,10 +43,59 @@ def spellings(s: Subject) -> Iterator[Finding]:
         )
 
 
+def scaled(s: Subject) -> Iterator[Finding]:
+    """What a scaling needs; above all the length that it scales from, which readers look for in different places."""
+    from ..formats.fields import SCALINGS
+
+    rope = draft_rope(s)
+    kind, name = rope.get("rope_type"), "original_max_position_embeddings"
+    if not s.layers or not isinstance(kind, str) or kind == "default":
+        return
+    if lacking := [field for field in SCALINGS.get(kind, ()) if rope.get(field) is None and field != name]:
+        yield error("rope-fields", f"rope_type={kind} without {', '.join(lacking)}", "loaders fail", "write the scaling of the training")
+    if kind not in UNSCALED:
+        return
+    entries = {where: as_mapping(s.fields.get(where)) for where in ("rope_parameters", "rope_scaling")}
+    stated = {**{where: entry.get(name) for where, entry in entries.items() if entry}, "the top level": s.fields.get(name)}
+    said = {str(length) for length in stated.values() if length is not None}
+    outside = kind == "longrope" and bool(said)  # older configs have it at the top level alone
+    lacking = [where for where, length in stated.items() if length is None and where != "the top level"]
+    theirs = _merged(s.target_fields).get(name) or s.target_fields.get(name)
+    alike = target_rope(s).get("rope_type") == kind
+    wanted = as_mapping(s.saved.get("rope_parameters")).get(name) or (theirs if alike else None)
+    if not said and not wanted and (alike or (s.saved and not altered(s))):  # the target's own config does not say, either
+        return
+    if (lacking and not outside) or len(said | ({str(wanted)} if wanted else set())) > 1:
+        shown = ", ".join(f"{where}: {length}" for where, length in stated.items())
+        yield error(
+            "rope-original",
+            f"{name} of a {kind} RoPE: {shown}" + (f"; it was {wanted}" if wanted else ""),
+            f"loaders fail, or scale from another length: {CONTEXT}",
+            f"write {wanted or 'the length of the training'} in rope_parameters, in rope_scaling and beside them",
+        )
+
+
+def recorded(s: Subject) -> Iterator[Finding]:
+    """The rotary parameters against those that the draft was saved with."""
+    if s.layers and altered(s):
+        yield error(
+            "rope-other",
+            f"RoPE is {_short(draft_rope(s))}, saved with {_short(s.saved['rope_parameters'])}",
+            CONTEXT,
+            "write what it was saved with (the entry 'foredraft' of config.json), in rope_parameters, rope_theta and rope_scaling",
+        )
+
+
+def altered(s: Subject) -> bool:
+    """Whether theta or scaling are no longer what the draft was saved with."""
+    then, now = as_mapping(s.saved.get("rope_parameters")), draft_rope(s)
+    return bool(then) and (then.get("rope_theta") != now.get("rope_theta") or scaling(then) != scaling(now))
+
+
 def against_target(s: Subject) -> Iterator[Finding]:
     """Theta and scaling of the draft against the target's."""
     wanted = target_rope(s)
-    if not wanted or not s.layers:
+    if not wanted or not s.layers or altered(s):
         return
     mine = draft_rope(s)
     if "rope_theta" in wanted and mine.get("rope_theta", 10000.0) != wanted["rope_theta"]:
@@ -96,6 +147,7 @@ def target_rope(s: Subject) -> dict[str, Any]:
 
 def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
     new, old = as_mapping(fields.get("rope_parameters")), as_mapping(fields.get("rope_scaling"))
+    new = as_mapping(new.get("full_attention")) or new  # by type of layer in some targets
     theta = fields.get("rope_theta")
     merged = {**old, **({"rope_theta": theta} if theta is not None else {}), **new}
     if "type" in merged and "rope_type" not in merged:
@@ -114,4 +166,4 @@ def _short(value: Any) -> str:
     return str(dict(value) if isinstance(value, Mapping) else value)[:160]
 
 
-CHECKS = (spellings, against_target)
+CHECKS = (spellings, scaled, recorded, against_target)

@@ -1,17 +1,26 @@
 """Checks of the tensors: which are there, their shapes, and what stands in them."""
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..layouts import LAYOUTS, MOST, architecture_of, expected_names
+from ..errors import ForedraftError
+from ..layouts import LAYOUTS, QK_NORM, architecture_of, expected_names
+from .checkpoint import read_tensor
 from .finding import Finding, error, note, warning
-from .subject import MAX_INTEGER, Shape, Subject, as_integer, canonical
+from .subject import Shape, Subject, as_integer, canonical, layer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-HARMLESS = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+HARMLESS = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 """Ends of names that loaders skip on purpose."""
+TABLES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+"""Rows are tokens: told with the sizes of the vocabulary."""
+BIAS = re.compile(r"layers\.\d+\.(self_attn|mlp)\.\w+\.bias")
+FLAGGED = ("fc_norm.", "input_norm.")
+"""Beginnings of names that a flag asks for: told with the flag."""
 
 
 def names(s: Subject) -> Iterator[Finding]:
@@ -19,23 +28,27 @@ def names(s: Subject) -> Iterator[Finding]:
     if not s.draft.tensors or s.single_feature:
         return
     needed, allowed = _expected(s)
-    if missing := sorted(set(needed) - set(s.names) - {"lm_head.weight", "d2t", "mask_hidden"}):
+    both = {*s.names, *needed, *allowed}
+    elsewhere = {*TABLES[1:]} | {n for n in both if n.startswith(FLAGGED) or BIAS.fullmatch(n)}
+    if s.miscounted:
+        stated = s.integer("num_hidden_layers") or 0
+        elsewhere |= {n for n in both if (i := layer_of(n)) is not None and (i not in s.layers or i >= stated)}
+    if missing := sorted(set(needed) - set(s.names) - elsewhere - {"mask_hidden"}):
         yield error(
             "tensors-missing",
             _few(missing),
             "vLLM loads the draft without a word and runs it on uninitialised memory; so does SGLang",
             "copy the file of the training anew, or clear the flags in config.json that ask for them",
         )
-    if needed and (extra := sorted(n for n in set(s.names) - set(needed) - set(allowed) if not n.endswith(HARMLESS))):
+    if needed and (extra := sorted(n for n in set(s.names) - set(needed) - set(allowed) - elsewhere if not n.endswith(HARMLESS))):
         yield warning(
             "tensors-unexpected",
             _few([s.names[name] for name in extra]),
             "vLLM refuses the draft, SGLang skips them without a word",
             "set the flags in config.json that ask for them, or leave them out of the file",
         )
-    wanted = {**allowed, **needed}
-    shapes = [(n, s.shape(n), asked) for n in s.names if (asked := wanted.get(n)) and not _fits(s.shape(n), asked)]
-    if shapes:
+    wanted = {n: (None, *asked[1:]) if n in TABLES else asked for n, asked in {**allowed, **needed}.items() if asked}
+    if shapes := [(n, s.shape(n), wanted[n]) for n in s.names if n in wanted and not _fits(s.shape(n), wanted[n])]:
         yield error(
             "tensors-shape",
             _few(
@@ -54,6 +67,21 @@ def names(s: Subject) -> Iterator[Finding]:
             "which one is loaded depends on their order",
             "leave one of each out of the file",
         )
+    if differ := [n for n, file in s.draft.doubles.items() if not _equal(s.load(canonical(n)), _read(file, n))]:
+        files = sorted({file.name for file in s.draft.doubles.values()})
+        yield error(
+            "tensors-twice",
+            f"{_few(differ)} in {', '.join(files)} and, with other values, in another file; no index says which counts",
+            "which one is loaded depends on the order in which files are read",
+            "take the file out that is not the draft's",
+        )
+
+
+def _read(file: Path, name: str) -> "Tensor | None":
+    try:
+        return read_tensor(file, name)
+    except ForedraftError:
+        return None
 
 
 def _fits(found: Shape | None, asked: tuple[int | None, ...]) -> bool:
@@ -86,32 +114,16 @@ def _expected(s: Subject) -> tuple[Shapes, Shapes]:
 
 
 def _of_the_model(s: Subject) -> Shapes | None:
-    """What a draft made by foredraft saves, from the model itself, built without memory; None if it cannot be."""
-    import torch
-
-    from ..auto import auto_draft
-
-    stated = [v for v in (*s.fields.values(), *_values(s.made.get("options"))) if isinstance(v, int)]
-    layers = s.integer("num_hidden_layers")
-    if not s.made or layers is None or layers > MOST or any(v > MAX_INTEGER for v in stated):
-        return None
-    if any(isinstance(v, int) and v > MOST for v in (s.fields.get("num_aux_hidden_states"), *_values(s.made.get("options")))):
-        return None
-    try:
-        with torch.device("meta"):
-            draft = auto_draft(dict(s.draft.config))
-    except Exception:  # whatever a config by someone else makes a constructor raise; other checks say what is wrong with it
+    """What a draft made by foredraft saves, from the model itself; None if it cannot be built."""
+    draft = s.built
+    if draft is None:
         return None
     left_out = set(draft._keys_to_ignore_on_save or ())
     shapes: Shapes = {name: tuple(t.shape) for name, t in draft.state_dict().items() if name not in left_out}
     if not s.prefix:
-        twins = (f"layers.{i}.hidden_norm.weight" for i in range(1, layers))
+        twins = (f"layers.{i}.hidden_norm.weight" for i in range(1, len(draft.layers)))
         shapes |= {name: shapes[name.replace("hidden_norm", "input_layernorm")] for name in twins}
     return shapes
-
-
-def _values(options: Any) -> list[Any]:
-    return list(options.values()) if isinstance(options, Mapping) else []
 
 
 def architecture_by_content(s: Subject) -> str:
@@ -158,14 +170,14 @@ def flags(s: Subject) -> Iterator[Finding]:
         there = sorted(name for name in s.names if name.startswith(begin))
         eagle = s.fields.get("eagle_config")
         said = s.fields.get(flag) is True or (isinstance(eagle, Mapping) and eagle.get(flag) is True)
-        if there and not said:
+        if there and not said and s.spec.get(flag) is not True:
             yield error(
                 f"{flag.replace('_', '-')}-flag",
                 f"the file holds {_few(there)} ({what}), the config does not set {flag}",
                 "vLLM refuses the draft, SGLang skips them: fc reads states of another size than in training",
                 f"set {flag} to true",
             )
-        if said and not there:
+        if said and not there and s.spec.get(flag) is not False:
             yield error(
                 f"{flag.replace('_', '-')}-tensors",
                 f"the config sets {flag}, the file holds no {begin}*",
@@ -178,6 +190,42 @@ def flags(s: Subject) -> Iterator[Finding]:
             "fc_norm without norm_output",
             "EAGLE-3.1 has both; a draft trained with norm_output and served without reads its own states un-normed",
             "set norm_output if it was trained so",
+        )
+
+
+def biases(s: Subject) -> Iterator[Finding]:
+    """Bias flags against the biases that they ask for."""
+    for flag, part, projections in (("attention_bias", "self_attn", "qkvo"), ("mlp_bias", "mlp", ("gate", "up", "down"))):
+        there = sorted(name for name in s.names if (match := BIAS.fullmatch(name)) and match[1] == part)
+        weights = [f"layers.{i}.{part}.{x}_proj" for i in s.layers for x in projections]
+        lacking = [f"{name}.bias" for name in weights if f"{name}.weight" in s.names and f"{name}.bias" not in s.names]
+        if s.fields.get(flag) is True and lacking:
+            yield error(
+                "bias-tensors",
+                f"{flag}=true, and the file holds no {_few(lacking)}",
+                "engines make biases and leave them uninitialised, or refuse the draft",
+                f"set {flag} to false, if the draft was trained without",
+            )
+        if there and s.fields.get(flag) is not True:
+            yield error(
+                "bias-flag",
+                f"the file holds {_few(there)}, the config does not set {flag}",
+                "vLLM refuses the draft, others drop the biases",
+                f"set {flag} to true",
+            )
+
+
+def qk_norms(s: Subject) -> Iterator[Finding]:
+    """Norms on queries and keys in a draft whose architecture has none."""
+    architecture = architecture_of(s.draft.config)
+    layout = LAYOUTS.get(architecture) or (LAYOUTS["LlamaForCausalLMEagle3"] if "Llama" in architecture else None)
+    there = sorted(name for name in s.names if name.endswith(tuple(f"{norm}.weight" for norm in QK_NORM)))
+    if layout and there and QK_NORM[0] not in layout[1] and architecture_of(s.fields) == architecture:
+        yield error(
+            "qk-norm-architecture",
+            f"the file holds {_few(there)}, and {architecture} has no norms on queries and keys",
+            "vLLM refuses the draft, SGLang runs it without these norms",
+            "name Eagle3Qwen3ForCausalLM, and model_type qwen3",
         )
 
 
@@ -251,6 +299,14 @@ def _trained(name: str) -> bool:
 
 def dtypes(s: Subject) -> Iterator[Finding]:
     """Precisions that engines do not expect in a draft."""
+    if s.quantised:
+        yield error(
+            "quantised",
+            s.quantised,
+            "a loader that takes integers or scales for weights drafts noise, others refuse; acceptance is not measured",
+            "save the weights as they were before, as bfloat16",
+        )
+        return
     kinds = {info.dtype for n, info in s.draft.tensors.items() if canonical(n) not in ("d2t", "t2d") and "int" not in info.dtype}
     odd = sorted(kinds - {"float32", "bfloat16", "float16", "bool"})
     if odd:
@@ -281,4 +337,4 @@ def _few(items: list[str]) -> str:
     return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
 
 
-CHECKS = (names, flags, upper_norms, values, dtypes, head)
+CHECKS = (names, flags, biases, qk_norms, upper_norms, values, dtypes, head)

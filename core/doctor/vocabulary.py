@@ -25,8 +25,8 @@ def sizes(s: Subject) -> Iterator[Finding]:
             "vocab_size must be the target's: logits are scattered into that many",
             f"set vocab_size to {embedding[0]}, if that is the target's",
         )
-    if t2d and whole and t2d != (whole,):
-        yield warning("t2d-shape", f"t2d has {list(t2d)} entries for {whole} tokens", "SGLang and training read it", "build it from d2t")
+    if t2d and s.whole and t2d != (s.whole,):
+        yield warning("t2d-shape", f"t2d has {list(t2d)} entries for {s.whole} tokens", "SGLang and training read it", "build it from d2t")
     if part and rows and rows[0] != part:
         yield error(
             "draft-vocab-size",
@@ -65,7 +65,7 @@ def mapping(s: Subject) -> Iterator[Finding]:
     """`d2t` holds offsets, target id - draft id: in range, distinct, ascending, and as `t2d` says."""
     import torch
 
-    d2t, t2d, whole = s.load("d2t"), s.load("t2d"), s.vocab_size
+    d2t, t2d, whole = s.load("d2t"), s.load("t2d"), s.whole
     if d2t is None or whole is None or d2t.ndim != 1 or not len(d2t) or not s.reduced:
         return
     if d2t.is_floating_point() or d2t.dtype == torch.bool:
