@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_target, tiny_tokenizer
+from tiny import CHATML, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from foredraft import ForedraftError, auto_draft
@@ -76,3 +76,26 @@ def test_an_embedding_that_is_not_read_cannot_be_trained(fields: dict[str, Any],
     small = {"num_layers": 1} if algorithm == "dflash" else {}
     with pytest.raises(ForedraftError, match=f"train_embedding: a draft by algorithm '{algorithm}' .*{why}"):
         train(RunConfig.check({**fields, "train_embedding": True, "algorithm": algorithm, "options": small}))
+
+
+def test_data_as_people_have_it(
+    fields: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad line among good ones, a tokenizer without a chat template; and nothing to learn is told before the target is loaded."""
+    tiny_tokenizer(None).save_pretrained(tmp_path / "target")
+    fields |= {"chat_template": "{% if thinking is false %}{{ ' ' * 3 }}{% endif %}" + CHATML, "template_kwargs": {"thinking": False}}
+    data = tmp_path / "data.jsonl"
+    data.write_text("null\n" + data.read_text())
+    with caplog.at_level("WARNING", "foredraft"):
+        train(RunConfig.check(fields))
+    assert [m for m in caplog.messages if "skipped" in m] == [f"1 skipped, the first is {data}, line 1: a record that is no object: None"]
+    recorded = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert recorded["chat_template"] == fields["chat_template"]
+    assert recorded["template_kwargs"] == {"thinking": False}
+    monkeypatch.setattr("foredraft.training.run.load_target", None)
+    other = {**fields, "output_dir": str(tmp_path / "other")}
+    with pytest.raises(ForedraftError, match=r"data.jsonl, line 1: a record that is no object"):
+        train(RunConfig.check({**other, "data": {**fields["data"], "strict": True}}))
+    data.write_text(data.read_text().replace("an answer in a sentence", " "))
+    with pytest.raises(ForedraftError, match="nothing to train on: none of the 6 conversations"):
+        train(RunConfig.check(other))

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from ..auto import make_algorithm
-from ..data import Conversations
+from ..data import read_records
 from ..errors import ForedraftError, gathering
 from ..registry import default_registry
 from ..target import load_config
@@ -18,7 +18,7 @@ def check_run(config: RunConfig) -> DraftTrainingArguments:
     problems: list[str] = []
     for source in [config.data.train] if isinstance(config.data.train, str) else config.data.train:
         with gathering(problems):
-            Conversations.load(source, config.data.split)
+            next(read_records(source, config.data.split), None)
     for key, directory in (("output_dir", config.output_dir), ("hidden_states_cache", config.hidden_states_cache)):
         with gathering(problems):
             if directory is not None:
