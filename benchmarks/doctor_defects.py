@@ -6,11 +6,10 @@ cut), not by what doctor looks at.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from doctor_bases import BASES, LETTERS, target_model, target_path
-from doctor_plant import NotHere, Plant, table
+from doctor_bases import LETTERS, target_model, target_path
+from doctor_plant import Plant, table
 from torch import Tensor
 
 DEFECTS, defect = table()
