@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -64,7 +65,7 @@ class DraftConfigMixin:
         fields: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         if self.foredraft:
             fields["architectures"] = [self.foredraft["architecture"]]
-            fields["foredraft"] = {**self.foredraft, "fields": {name: fields[name] for name in UNTOLD if name in fields}}
+            fields["foredraft"]["fields"] = {name: deepcopy(fields[name]) for name in UNTOLD if name in fields}
         rope = fields.get("rope_parameters") or {}
         if "rope_theta" in rope:
             fields["rope_theta"] = rope["rope_theta"]
