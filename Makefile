@@ -36,6 +36,7 @@ $(VENV)/demo $(VENV)/test $(VENV)/docs: $(VENV)/%: $(VENV)/bin/python pyproject.
 
 # The site, in site/; warnings are errors.
 docs: $(VENV)/docs types images
+	$(BIN)/foredraft plugins --write docs/reference/keys.md
 	$(BIN)/mkdocs build --quiet
 
 # Who sees whom, drawn from the patterns that training uses.

@@ -1,6 +1,7 @@
 """The command line, from training to decoding on a tiny target; what a user can mend is told without a traceback."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from typing import Any
 import datasets
 import pytest
 import yaml
+from pydantic import Field
 from tiny import CHATML, TOKENS, tiny_draft, tiny_target, tiny_tokenizer
 from transformers.utils import logging
 
-from foredraft import Registry, auto_draft, registry
+import foredraft
+from foredraft import Registry, auto_draft, hookimpl, registry
 from foredraft.checkpoint import read_config, save_draft
 from foredraft.cli import main
 from foredraft.plugins import eagle3
@@ -98,6 +101,56 @@ def test_help(command: Command) -> None:
     code, out, _ = command("--help")
     assert code == 0
     assert all(name in out for name in ("train", "eval", "generate", "preview", "regenerate", "info", "plugins"))
+
+
+def test_version(command: Command) -> None:
+    code, out, _ = command("--version")
+    assert (code, out.split(" (torch")[0]) == (0, f"foredraft {foredraft.__version__}")
+
+
+class TestKeys:
+    """Told from the schemas, plugins of others included."""
+
+    @pytest.fixture(autouse=True)
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Guess(eagle3.Eagle3):
+            name = "guess"
+
+            class Options(eagle3.Eagle3.Options):
+                luck: float | None = Field(None, ge=0, description="how much of it")
+
+        installed = Registry()
+        installed.register(SimpleNamespace(__name__="guess", foredraft_algorithms=hookimpl(lambda: [Guess])))
+        monkeypatch.setattr(registry, "default_registry", lambda: installed)
+
+    def test_the_page_is_current(self, command: Command, tmp_path: Path) -> None:
+        assert command("plugins", "--write", tmp_path / "keys.md")[0] == 0
+        page = (Path(__file__).parents[1] / "docs" / "reference" / "keys.md").read_text()
+        assert (tmp_path / "keys.md").read_text() == page, "write it anew: foredraft plugins --write docs/reference/keys.md"
+        keys = re.findall(r"^\| `([\w.]+)`", page.split("## Training")[0], flags=re.M)
+        assert keys == sorted(keys)
+        assert {"target", "data.train", "trust_remote_code", "device_map"} <= set(keys)
+
+    def test_of_a_run(self, command: Command) -> None:
+        code, out, err = command("train", "--keys")
+        assert code == 0, err
+        lines = [[cell.strip() for cell in line.split("│")[1:5]] for line in out.splitlines() if "│" in line]
+        assert ["data.max_length", "int ≥ 8", "1024", "tokens per packed row; longer conversations are cut"] in lines
+        assert ["training.learning_rate", "float", "0.0004", "peak learning rate"] in lines
+        assert "options of algorithm guess" in out
+
+    @pytest.mark.parametrize(
+        ("name", "told"),
+        [
+            ("guess", ["algorithm guess, from this process: autoregressive draft", "luck", "float ≥ 0", "how much of it"]),
+            ("llama", ["adapter llama, from foredraft: Llama-shaped drafts", "(model_type llama, mistral", "it takes no options"]),
+            ("vllm", ["engine vllm, from foredraft: vLLM's OpenAI server", "it takes no options"]),
+        ],
+    )
+    def test_of_a_plugin(self, command: Command, name: str, told: list[str]) -> None:
+        code, out, _ = command("info", name)
+        assert code == 0
+        assert all(part in out for part in told)
 
 
 class TestInspect:
@@ -405,7 +458,7 @@ class TestRegenerate:
 
 
 def test_as_a_program(tmp_path: Path) -> None:
-    program = [sys.executable, "-c", "from foredraft.cli import main; main()", "train", str(tmp_path / "missing.yaml")]
+    program = [sys.executable, "-m", "foredraft", "train", str(tmp_path / "missing.yaml")]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr == f"error: run file '{tmp_path}/missing.yaml': No such file or directory\n"

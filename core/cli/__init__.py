@@ -2,21 +2,34 @@
 
 import os
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from ..errors import ForedraftError
 from . import data, decode, doctor, draw, formats, inspect, new, serve, train
 
 app = typer.Typer(
     name="foredraft",
-    help="Train, check and serve draft models for speculative decoding.",
     no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
 for module in (train, decode, serve, doctor, data, inspect, draw, formats, new):
     module.add_to(app)
+
+
+@app.callback()
+def about(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="print the versions that matter, and exit")] = False,
+) -> None:
+    """Train, check and serve draft models for speculative decoding."""
+    if version:
+        found = {name: metadata.version(name) for name in ("torch", "transformers")}
+        print(f"foredraft {__version__} ({', '.join(f'{name} {number}' for name, number in found.items())})")
+        raise typer.Exit
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What several commands share: loading models, and options that mean the same everywhere."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,6 +55,20 @@ def loads_target(command: Callable[..., None]) -> Callable[..., None]:
     own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in signature.parameters.items() if name != "loading"]
     with_options.__dict__["__signature__"] = signature.replace(parameters=[*own, *options])
     return with_options
+
+
+def show_keys(title: str, rows: "Iterable[tuple[str, str, str, str]]") -> None:
+    """A table of keys on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    for column in ("key", "type", "default", ""):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
 
 
 def load_target(name: str, dtype: str, loading: Loading) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":

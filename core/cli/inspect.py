@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from ..loading import Loading
-from .common import loads_target
+from .common import loads_target, show_keys
 
 
 def info(
-    name: Annotated[str, typer.Argument(help="a target or a draft: a directory or an id on the hub")],
+    name: Annotated[str, typer.Argument(help="a target or a draft: a directory or an id on the hub; or an algorithm, adapter or engine")],
     loading: Loading,
     algorithm: Annotated[str | None, typer.Option(help="algorithm to plan for, with a target")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="draft vocabulary to plan with, for a target")] = None,
@@ -21,6 +21,11 @@ def info(
     from rich.console import Console
     from rich.table import Table
 
+    from ..registry import default_registry
+
+    if not Path(name).exists() and any(r.name == name for r in default_registry().registered):
+        _plugin(name)
+        return
     from ..describe import describe
 
     table = Table(show_header=False, box=None)
@@ -29,28 +34,43 @@ def info(
     Console().print(table)
 
 
-def plugins() -> None:
+def _plugin(name: str) -> None:
+    from .. import keys
+    from ..registry import default_registry
+
+    for r in keys.offered(default_registry(), name):
+        print(f"{r.kind} {name}, from {r.distribution}: {keys.about(r)}")
+        if rows := keys.options(r):
+            show_keys("options", rows)
+        else:
+            print("it takes no options")
+
+
+def plugins(
+    write: Annotated[Path | None, typer.Option(help="write the keys of run files and all options to this Markdown file")] = None,
+) -> None:
     """List installed adapters, algorithms and engines, and the plugins that failed to load."""
     from rich.console import Console
     from rich.table import Table
 
+    from .. import keys
+    from ..checkpoint import write_text
     from ..registry import default_registry
 
     registry = default_registry()
     table = Table()
     for column in ("kind", "name", "from", "about"):
         table.add_column(column)
-    for r in sorted(registry.registered, key=lambda r: (r.kind, r.name)):
-        about = getattr(r.cls, "summary", "")
-        if r.kind == "adapter":
-            about += f" (model_type {', '.join(r.cls.model_types)})" if r.cls.model_types else ""
-        table.add_row(r.kind, r.name, r.distribution, about)
+    for r in keys.offered(registry):
+        table.add_row(r.kind, r.name, r.distribution, keys.about(r))
     console = Console()
     console.print(table)
     for broken in registry.broken:
         console.print(f"[red]failed to load[/] {broken}")
     for problem in registry.double_claims():
         console.print(f"[red]claimed twice[/] {problem}")
+    if write:
+        write_text(write, keys.as_markdown(registry))
 
 
 def targets(

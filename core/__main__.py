@@ -1,0 +1,5 @@
+"""`python -m foredraft`."""
+
+from .cli import main
+
+main()
