@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CHATML, tiny_target, tiny_tokenizer
+from tiny import CHATML, tiny_draft, tiny_target, tiny_tokenizer
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from foredraft import ForedraftError, auto_draft
+from foredraft import ForedraftError, auto_draft, save_draft
 from foredraft.describe import describe
+from foredraft.formats import export_draft
 from foredraft.training.run import train
 from foredraft.training.settings import RunConfig
 
@@ -99,3 +101,63 @@ def test_data_as_people_have_it(
     data.write_text(data.read_text().replace("an answer in a sentence", " "))
     with pytest.raises(ForedraftError, match="nothing to train on: none of the 6 conversations"):
         train(RunConfig.check(other))
+
+
+@pytest.mark.parametrize("form", ["ours", "speculators"])
+def test_a_run_starts_from_a_draft(fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    """In any format that is imported; at a learning rate of nothing it ends as it began, but for the vocabulary that was asked for."""
+    first = train(RunConfig.check({**fields, "draft_vocab_size": 100}))
+    start = first if form == "ours" else export_draft(first, tmp_path / "theirs", form)
+    still = {"max_steps": 1, "learning_rate": 0.0, "save_strategy": "no"}
+    run = {**fields, "draft": str(start), "draft_vocab_size": 80, "output_dir": str(tmp_path / "tuned"), "training": still}
+    before, after = auto_draft(first), auto_draft(train(RunConfig.check(run)))
+    assert "draft: from a trained draft: its layers; " in capsys.readouterr().out
+    assert after.config.draft_vocab_size == 80
+    assert after.algorithm.options.ttt_steps == 2
+    kept = {name: t for name, t in before.state_dict().items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    assert_close({name: t for name, t in after.state_dict().items() if name in kept}, kept)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (
+            {"adapter": "llama", "aux_layers": [1, 2, 3]},
+            "(?s)adapter: the draft to start from, '.*', has its own.*aux_layers: the draft",
+        ),
+        ({"algorithm": "peagle"}, "made by algorithm 'eagle3', asked for 'peagle'"),
+        ({"options": {"num_layers": 2}}, "change the draft's shape"),
+        ({"train_embedding": True, "draft": "dflash"}, "train_embedding: a draft by algorithm 'dflash' has no embedding of its own"),
+        ({"target": "narrow"}, "hidden_size: the draft expects 32, the target has 16"),
+        ({"draft": "target"}, "the draft to start from, '.*/target'"),
+        ({"draft": "nowhere"}, "the draft to start from, '.*/nowhere': '.*/nowhere' holds no config.json"),
+    ],
+)
+def test_what_a_draft_has_settled(fields: dict[str, Any], tmp_path: Path, asked: dict[str, Any], why: str) -> None:
+    """Told before the target's weights are loaded."""
+    model = AutoModelForCausalLM.from_pretrained(fields["target"])
+    tiny_target(vocab=model.config.vocab_size, hidden=16).save_pretrained(tmp_path / "narrow")
+    tiny_tokenizer().save_pretrained(tmp_path / "narrow")
+    save_draft(tiny_draft(model), tmp_path / "eagle3")
+    save_draft(tiny_draft(model, "dflash", num_layers=1), tmp_path / "dflash")
+    (tmp_path / "target" / "model.safetensors").write_bytes(b"")
+    places = {name: str(tmp_path / asked[name]) for name in ("target", "draft") if name in asked}
+    run = {"options": {}, "draft": str(tmp_path / "eagle3"), **asked, **places}
+    with pytest.raises(ForedraftError, match=why):
+        train(RunConfig.check({**fields, **run}))
+
+
+def test_eval_data(fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is evaluated on is not trained on, told by content; it takes the place of held-out conversations."""
+    lines = [
+        {"messages": [{"role": "user", "content": f"question {n}"}, {"role": "assistant", "content": "an answer in a sentence"}]}
+        for n in range(6)
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, lines[:2])))
+    fields["eval_data"] = str(tmp_path / "eval.jsonl")
+    with pytest.raises(ForedraftError, match=r"eval_data and data.held_out both say what to evaluate on"):
+        train(RunConfig.check({**fields, "data": {**fields["data"], "held_out": 1}}))
+    draft = train(RunConfig.check(fields))
+    assert "training data: 4 conversations in" in capsys.readouterr().out
+    assert "eval_loss" in json.loads((draft.parent / "training.json").read_text())["history"][-1]

@@ -4,14 +4,12 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..auto import auto_draft
 from ..data import DraftCollator
 from ..decoding import DraftingStats, generate, load_prompts
 from ..decoding.evaluate import Prompt, encode
@@ -74,10 +72,12 @@ def measured(subject: Subject, prompts: str | Path | None = None, loading: Loadi
         return [_unmeasured("no weights of the target are at hand")]
     if subject.quantised:
         return [_unmeasured(subject.quantised)]
+    from ..formats import open_draft
+
     target_path = str(subject.target.path)
     try:
         tokenizer, target = load_tokenizer(target_path, loading), load_target(target_path, "auto", loading).eval()
-        draft = _load(subject, target_path, loading).to(target.device, target.dtype).eval()
+        draft = open_draft(subject.draft.path, target_path, loading=loading).to(target.device, target.dtype).eval()
     except Exception as problem:  # whatever a checkpoint that the other checks found broken makes a loader raise
         return [_unmeasured(str(problem) or type(problem).__name__)]
     asked = read_prompts(tokenizer, prompts)
@@ -85,15 +85,6 @@ def measured(subject: Subject, prompts: str | Path | None = None, loading: Loadi
         return run(target, draft, asked)
     except (IndexError, RuntimeError, ValueError) as problem:  # a config may name tokens or layers that are not there
         return [_unmeasured(f"{type(problem).__name__}: {problem}"[:300])]
-
-
-def _load(subject: Subject, target: str, loading: Loading) -> BaseDraft:
-    if subject.made:
-        return auto_draft(subject.draft.path)
-    from ..formats import import_draft
-
-    with TemporaryDirectory() as folder:
-        return auto_draft(import_draft(subject.draft.path, Path(folder) / "draft", target, loading=loading).path)
 
 
 def _unmeasured(why: str) -> Finding:

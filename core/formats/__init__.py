@@ -2,6 +2,7 @@
 
 from .exporting import FORMATS, export_draft
 from .importing import Imported, import_draft
+from .opening import open_draft
 from .peers import PEERS
 
-__all__ = ["FORMATS", "PEERS", "Imported", "export_draft", "import_draft"]
+__all__ = ["FORMATS", "PEERS", "Imported", "export_draft", "import_draft", "open_draft"]

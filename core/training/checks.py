@@ -3,11 +3,14 @@
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ..auto import make_algorithm
 from ..data import read_records
+from ..draft import BaseDraft
 from ..errors import ForedraftError, gathering
 from ..registry import default_registry
+from ..retarget import check_fits
 from ..target import load_config
 from .settings import RunConfig
 from .trainer import DraftTrainingArguments
@@ -16,20 +19,22 @@ from .trainer import DraftTrainingArguments
 def check_run(config: RunConfig) -> DraftTrainingArguments:
     """The run's training arguments. Raises `ForedraftError` that lists all that keeps the run from starting."""
     problems: list[str] = []
-    for source in [config.data.train] if isinstance(config.data.train, str) else config.data.train:
+    for source in sources(config.data.train) + sources(config.eval_data or []):
         with gathering(problems):
             next(read_records(source, config.data.split), None)
     for key, directory in (("output_dir", config.output_dir), ("hidden_states_cache", config.hidden_states_cache)):
         with gathering(problems):
             if directory is not None:
                 check_writable(directory, key)
-    check_draft(config, problems)
+    (check_settled if config.draft else check_draft)(config, problems)
+    if config.eval_data and config.data.held_out:
+        problems.append("eval_data and data.held_out both say what to evaluate on: leave one of them out")
     with gathering(problems):
         # A bar on a terminal, lines in a log file.
         defaults = {"save_strategy": "epoch", "disable_tqdm": not sys.stderr.isatty()}
         arguments = DraftTrainingArguments(**{**defaults, **config.training, "output_dir": config.output_dir})
-        if arguments.eval_strategy != "no" and not config.data.held_out:
-            problems.append("training.eval_strategy asks for evaluations: set data.held_out, there is nothing to evaluate on")
+        if arguments.eval_strategy != "no" and not (config.data.held_out or config.eval_data):
+            problems.append("training.eval_strategy asks for evaluations: set eval_data or data.held_out, there is nothing to evaluate on")
     if problems:
         raise ForedraftError("this run cannot start:\n  " + "\n  ".join(problems))
     return arguments
@@ -61,6 +66,40 @@ def check_draft(config: RunConfig, problems: list[str]) -> None:
     with gathering(problems):
         adapter = adapter or registry.adapter_for(target.get_text_config().model_type, target)
         adapter.make_config(target, method, tuple(config.aux_layers or ()) or None, config.draft_vocab_size)
+    with gathering(problems):
+        check_embedding(config, method)
+
+
+def check_settled(config: RunConfig, problems: list[str]) -> None:
+    """Adds to `problems` what a draft to start from has settled already, and is asked for all the same."""
+    problems += [
+        f"{key}: the draft to start from, '{config.draft}', has its own: leave out {key}, or draft"
+        for key in ("adapter", "aux_layers")
+        if getattr(config, key) is not None
+    ]
+
+
+def open_start(config: RunConfig) -> BaseDraft:
+    """The draft that a run starts from. Raises `ForedraftError` if it is none, or does not fit the target, the algorithm or its options."""
+    from ..formats import open_draft
+
+    asked = config.algorithm if "algorithm" in config.model_fields_set else None
+    try:
+        draft = open_draft(str(config.draft), config.target, asked, loading=config, **config.options)
+        check_fits(draft.config, load_config(config.target, config))
+    except ForedraftError as error:
+        raise ForedraftError(f"the draft to start from, '{config.draft}': {error}") from error
+    check_embedding(config, draft.algorithm)
+    return draft
+
+
+def check_embedding(config: RunConfig, method: Any) -> None:
+    """Raises `ForedraftError` where an embedding is to be trained that the draft does not have, or does not read."""
     if config.train_embedding and (method.spec.target_head or method.spec.num_layers == 0):
         why = "has no embedding of its own, it uses its target's" if method.spec.target_head else "reads no embedding"
-        problems.append(f"train_embedding: a draft by algorithm '{config.algorithm}' {why}")
+        raise ForedraftError(f"train_embedding: a draft by algorithm '{method.name}' {why}")
+
+
+def sources(named: list[str] | str) -> list[str]:
+    """One source of conversations, or several, as a list."""
+    return [named] if isinstance(named, str) else named

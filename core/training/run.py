@@ -1,6 +1,7 @@
 """A training run carried out, from its settings to the finished draft."""
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from ..data import Conversations, pack
 from ..errors import ForedraftError
 from ..target import Target, load_config, load_target, load_tokenizer
 from .cache import CachedTarget
-from .checks import check_run
+from .checks import check_run, open_start, sources
 from .inputs import check_rows
 from .plot import plot_training
 from .resume import latest_complete
@@ -29,15 +30,16 @@ def train(config: RunConfig) -> Path:
     torch.set_float32_matmul_precision(config.matmul_precision)
     arguments = check_run(config)
     _check_resume(config)
+    begun = open_start(config) if config.draft else None
     tokenizer = load_tokenizer(config.target, config)
-    conversations, held_out = load_split(config.data)
+    conversations, held_out = load_split(config.data, config.eval_data)
     rows = pack(conversations, tokenizer, config.data.max_length, strict=config.data.strict)
     eval_rows = pack(held_out, tokenizer, config.data.max_length, strict=config.data.strict) if held_out else None
     print(f"training data: {rows.info.description}", flush=True)
     check_rows(rows, load_config(config.target, config).get_text_config().vocab_size, "the training data")
     model = load_target(config.target, config.target_dtype, config)
     set_seed(arguments.seed)
-    draft = auto_draft(
+    draft = begun or auto_draft(
         model.config,
         config.algorithm,
         adapter=config.adapter,
@@ -45,14 +47,14 @@ def train(config: RunConfig) -> Path:
         draft_vocab_size=config.draft_vocab_size,
         **config.options,
     )
-    for text in draft.assumed(model.config.get_text_config()):
+    for text in () if begun else draft.assumed(model.config.get_text_config()):
         print(f"assumed: {text}", flush=True)
-    sources = [config.data.train] if isinstance(config.data.train, str) else config.data.train
-    draft.config.foredraft["data"] = {"sources": [public_name(source) for source in sources], "packed": rows.info.description}
-    draft.embed_tokens.requires_grad_(config.train_embedding)
+    named = [public_name(source) for source in sources(config.data.train)]
+    draft.config.foredraft["data"] = {"sources": named, "packed": rows.info.description}
     layers = draft.config.aux_layers
     target = CachedTarget(model, layers, config.hidden_states_cache) if config.hidden_states_cache else Target(model, layers)
-    started = draft.start_from(target, rows)
+    started = draft.retarget(target, rows, config.draft_vocab_size) if begun else draft.start_from(target, rows)
+    draft.embed_tokens.requires_grad_(config.train_embedding)
     print(f"draft: {started}", flush=True)
     trainer = DraftTrainer(draft, target, arguments, train_dataset=rows, eval_dataset=eval_rows)
     if trainer.is_world_process_zero():
@@ -92,14 +94,21 @@ def _check_resume(config: RunConfig) -> None:
     print(f"resuming from {newest}", flush=True)
 
 
-def load_split(data: DataConfig) -> tuple[Conversations, Conversations]:
-    """(train, held out): what is held out comes from the first source, so that more training data leaves it the same.
+def load_split(data: DataConfig, eval_data: list[str] | str | None = None) -> tuple[Conversations, Conversations]:
+    """(train, held out): `eval_data`, or some of the first source, so that more training data leaves them the same.
 
     No source trains on what is held out, told by its content.
     """
-    sources = [data.train] if isinstance(data.train, str) else data.train
-    first, *others = (Conversations.load(source, data.split, strict=data.strict, limit=data.limit) for source in sources)
-    conversations, held_out = first.holding_out(data.held_out, data.held_out_seed)
+    first, *others = (_load(source, data) for source in sources(data.train))
+    if eval_data is None:
+        conversations, held_out = first.holding_out(data.held_out, data.held_out_seed)
+    else:
+        held_out = Conversations(chain(*(_load(source, data) for source in sources(eval_data))), ", ".join(sources(eval_data)))
+        conversations = first.without(held_out)
     for other in others:
         conversations = Conversations([*conversations, *other.without(held_out)], f"{conversations.source}, {other.source}")
     return conversations, held_out
+
+
+def _load(source: str, data: DataConfig) -> Conversations:
+    return Conversations.load(source, data.split, strict=data.strict, limit=data.limit)

@@ -38,12 +38,18 @@ class RunConfig(Rendering):
     target: str = Field(description="directory or hub id of the target")
     output_dir: str = Field(description="checkpoints, the finished draft (draft/), training.json and training.png go here")
     data: DataConfig
+    eval_data: Annotated[list[str], Field(min_length=1)] | str | None = Field(
+        None, description="source(s) of conversations to evaluate on, as in data.train; what is among them is not trained on"
+    )
+    draft: str | None = Field(
+        None, description="directory or hub id of a draft to start from, ours or any that `foredraft import` reads; it has its own shape"
+    )
     algorithm: str = Field(DEFAULT_ALGORITHM, description="drafting algorithm")
     options: dict[str, Any] = Field({}, description="options of the algorithm")
     adapter: str | None = Field(None, description="adapter by name; by default the one for the target's model_type")
     aux_layers: list[int] | None = Field(None, description="target layers to read, as HF hidden_states indices")
     draft_vocab_size: int | None = Field(
-        None, ge=1, description="most frequent tokens the draft may propose; default: the target's vocabulary"
+        None, ge=1, description="most frequent tokens the draft may propose; default: the target's vocabulary, or that of `draft`"
     )
     train_embedding: bool = Field(False, description="train the draft's token embedding too; by default it stays the target's")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype the target runs in")

@@ -1,0 +1,24 @@
+"""A draft in any format, opened to be worked on."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..auto import auto_draft
+from ..checkpoint import read_config
+from ..draft import BaseDraft
+from ..hub import find_draft
+from ..loading import PLAIN, Loading
+from .importing import import_draft
+
+
+def open_draft(name: str | Path, target: str, algorithm: str | None = None, *, loading: Loading = PLAIN, **options: Any) -> BaseDraft:
+    """The draft at `name` (directory or hub id): ours, or any that `import_draft` reads for `target`; `options` change the algorithm's.
+
+    Raises `ForedraftError` as `auto_draft` and `import_draft` do, and if the draft is by another algorithm than the one asked for.
+    """
+    path = find_draft(name)
+    if "foredraft" in read_config(path):
+        return auto_draft(path, algorithm, **options)
+    with TemporaryDirectory() as folder:
+        return auto_draft(import_draft(path, Path(folder) / "draft", target, loading=loading).path, algorithm, **options)
