@@ -116,11 +116,10 @@ def evaluate(
     tokens = {"drafted": 0, "plain": 0}
     different = []
     drafting = partial(generate, target, draft, num_draft_tokens=num_draft_tokens, tree=tree)
-    warm = encode(tokenizer, prompts[0], target.device)
+    asked = [encode(tokenizer, prompt, target.device) for prompt in prompts]  # what the chat template refuses is told before hours of work
     for run in (drafting, target.generate):
-        run(warm, attention_mask=torch.ones_like(warm), **{**settings, "max_new_tokens": 8})
-    for number, prompt in enumerate(prompts):
-        ids = encode(tokenizer, prompt, target.device)
+        run(asked[0], attention_mask=torch.ones_like(asked[0]), **{**settings, "max_new_tokens": 8})
+    for number, ids in enumerate(asked):
         mask = torch.ones_like(ids)  # else transformers hides what looks like padding
         torch.manual_seed(seed + number)
         start = time.perf_counter()
