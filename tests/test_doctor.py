@@ -590,10 +590,11 @@ def test_each_mend_is_judged_alone(sound: Callable[..., Path], target: Callable[
     assert mended.keys() == wanted.keys(), "d2t and t2d are right, whatever vocab_size says"
     assert json.loads((tmp_path / "all" / "config.json").read_text()) == json.loads((whole / "config.json").read_text())
 
-    def accepts(path: Path) -> float | None:
-        return 2.0 - (json.loads((path / "config.json").read_text())["vocab_size"] == 50)
+    def accepted(measured: Subject) -> float | None:
+        assert measured.target is subject.target
+        return 2.0 - (json.loads((measured.draft.path / "config.json").read_text())["vocab_size"] == 50)
 
-    done = mend(subject, examine(broken), tmp_path / "some", accepts)
+    done = mend(subject, examine(broken), tmp_path / "some", accepted)
     assert {line.split(":")[0] for line in done} == {"rope-spellings", "tied-embeddings"}
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LENGTH = "original_max_position_embeddings"
+NOISE = 0.002
+"""Of the share of accepted tokens."""
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
@@ -58,12 +60,12 @@ MENDS: dict[str, Mend] = {}
 
 
 def mend(
-    subject: Subject, findings: Iterable[Finding], out: str | Path, accepts: Callable[[Path], float | None] | None = None
+    subject: Subject, findings: Iterable[Finding], out: str | Path, accepted: Callable[[Subject], float | None] | None = None
 ) -> list[str]:
     """Write a copy of the draft to the new directory `out`, mended where `findings` say; what was mended, a line each.
 
-    Each mend is judged alone: it is kept if the copy then examines better, with nothing new, and is not accepted less by
-    `accepts`, which measures the draft in a directory (None where it cannot be run). All tensors go into one
+    Each mend is judged alone: it is kept if the copy then examines better, with nothing new, and no fewer of its tokens are
+    `accepted`, where that measures a draft (None where it cannot be run). All tensors go into one
     `model.safetensors` under the names they had; small files beside them are copied. Raises `ForedraftError` if nothing can be
     mended with certainty, if the draft cannot be read, or if `out` is there already.
     """
@@ -73,7 +75,7 @@ def mend(
         raise ForedraftError(f"'{subject.draft.path}' cannot be mended, as it could not be read: {unread[0]}")
     asked, tried = {f.id for f in findings} & set(MENDS), set()
     found, done, dropped = examine_subject(subject), [], []
-    accepted = accepts(subject.draft.path) if accepts else None
+    before = accepted(subject) if accepted else None
     while id := next((f.id for f in found if f.id in asked - tried), None):
         tried.add(id)
         made = Copy(subject, copy.deepcopy(dict(subject.draft.config)))
@@ -83,11 +85,12 @@ def mend(
         if not _better(then := examine_subject(changed), found):
             dropped.append(f"{id}: {how}; other findings came with it")
             continue
-        if accepts and (now := _measured(changed, accepts)) != accepted:
-            if accepted is not None and (now is None or now < accepted):
-                dropped.append(f"{id}: {how}; fewer drafted tokens were accepted")
+        if accepted:
+            now = _measured(changed, accepted)
+            if before is not None and (now is None or now < before - NOISE):
+                dropped.append(f"{id}: {how}; fewer drafted tokens are accepted")
                 continue
-            accepted = now
+            before = now
         subject, found, tried = changed, then, set()  # what did not help before may help now
         done.append(f"{id}: {how}")
     if not done:
@@ -105,10 +108,10 @@ def _better(now: list[Finding], before: list[Finding]) -> bool:
     return not new and counts[0] < counts[1]
 
 
-def _measured(changed: Subject, accepts: Callable[[Path], float | None]) -> float | None:
+def _measured(changed: Subject, accepted: Callable[[Subject], float | None]) -> float | None:
     with TemporaryDirectory() as folder:
         _write(changed.draft, Path(folder))
-        return accepts(Path(folder))
+        return accepted(Subject(Checkpoint.open(folder), changed.target))
 
 
 def _write(draft: Checkpoint, folder: Path) -> None:
