@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 class ForedraftError(Exception):
     """Says what was asked, what was found and what to do; the command line prints it without a traceback."""
 
+    status = 1
+    """The exit status of the command line."""
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?`, or nothing where no known name is close."""

@@ -1,16 +1,21 @@
-"""What outlives a training: checkpoints that resume under every adapter and RoPE."""
+"""What outlives a training: checkpoints that resume under every adapter and RoPE, and after a signal."""
 
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rigged import trainer_of
-from tiny import tiny_rows
+from rigged import predictable_target, trainer_of, written_rows
+from tiny import tiny_draft, tiny_rows
+from train_until_signal import Signals
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foredraft import auto_draft, default_registry
+from foredraft.training.stopping import TrainingStopped
 
 SIZES = {
     "vocab_size": 50,
@@ -81,3 +86,41 @@ def test_resumes(tmp_path: Path, adapter: str, rope: str) -> None:
     shutil.rmtree(tmp_path / "checkpoint-2")
     resumed = trained(1)
     assert not [name for name in whole if not torch.equal(whole[name], resumed[name])]
+
+
+def test_a_signal_ends_the_training_after_its_step(tmp_path: Path) -> None:
+    """With a checkpoint that goes on to what an uninterrupted training gives, and without an evaluation; handlers are as before."""
+    target = predictable_target()
+
+    def trained(directory: Path, interrupt: bool = False) -> dict[str, Any]:
+        draft, rows = tiny_draft(target, ttt_steps=1), written_rows(target)
+        epochs = {"save_strategy": "epoch", "eval_strategy": "epoch", "eval_dataset": rows[:1], "per_device_train_batch_size": 2}
+        trainer = trainer_of(draft, target, directory, rows, **epochs)
+        if interrupt:
+            trainer.add_callback(Signals(signal.SIGINT, 1))
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            trainer.train(resume_from_checkpoint=True)
+        finally:
+            assert signal.getsignal(signal.SIGINT) is handler
+            assert any("eval_loss" in log for log in trainer.state.log_history) is not interrupt
+        return draft.state_dict()
+
+    with pytest.raises(
+        TrainingStopped, match=rf"by SIGINT after step 2 of 4; '{tmp_path}/checkpoint-2' is complete(?s:.*)again"
+    ) as stopped:
+        trained(tmp_path, interrupt=True)
+    assert stopped.value.status == 130
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed, again, whole = trained(tmp_path), trained(tmp_path), trained(tmp_path / "whole")
+    assert not [name for name in whole if not torch.equal(whole[name], resumed[name]) or not torch.equal(whole[name], again[name])]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_signals_to_a_process(tmp_path: Path, times: int) -> None:
+    """One ends with a checkpoint, two at once."""
+    script = Path(__file__).parent / "train_until_signal.py"
+    done = subprocess.run([sys.executable, str(script), str(tmp_path), str(times)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == (143 if times == 1 else -signal.SIGTERM), done.stderr
+    assert "SIGTERM: this step is finished, then a checkpoint written; again ends at once" in done.stderr
+    assert (tmp_path / "checkpoint-2").exists() is (times == 1)

@@ -1,6 +1,9 @@
 """A run file's numbers, and what resuming a run with other settings says."""
 
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from foredraft import ForedraftError, auto_draft, save_draft
-from foredraft.describe import describe
 from foredraft.formats import export_draft
+from foredraft.training.alone import alone_in
 from foredraft.training.run import train
 from foredraft.training.settings import RunConfig
 
@@ -44,19 +47,58 @@ def test_numbers_as_people_write_them(tmp_path: Path, text: str) -> None:
 
 
 def test_resume_or_say_what_changed(fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """The same run resumes; another one in the same folder is refused, unless it starts anew."""
-    fields["draft_vocab_size"] = 100
-    draft = train(RunConfig.check(fields))
-    told = "from the target: embedding, head, final norm, 9 of 10 layer tensors; the draft vocabulary of 100 tokens covers 100.0% of"
-    assert f"draft: {told}" in capsys.readouterr().out
-    assert json.loads((draft.parent / "training.json").read_text())["start"].startswith(told)
-    assert "vocabulary 100, 100.0% of the supervised tokens" in describe(str(draft))["draft"]
-    train(RunConfig.check(fields))
-    assert "resuming from" in capsys.readouterr().out
-    other = {**fields, "training": {**fields["training"], "learning_rate": 0.5}}
-    with pytest.raises(ForedraftError, match=r"(?s)belongs to a run with other settings:.*training: .*'learning_rate': 0.5.*resume=false"):
-        train(RunConfig.check(other))
-    assert train(RunConfig.check({**other, "resume": False})).exists()
+    """A finished run does nothing but say so; longer, it goes on; with another result it is refused, unless it starts anew."""
+
+    def steps(longer: dict[str, Any], **other: Any) -> int:
+        train(RunConfig.check({**fields, **other, "training": {**fields["training"], **longer}}))
+        history = json.loads((Path(fields["output_dir"]) / "training.json").read_text())["history"]
+        return max(log["step"] for log in history)
+
+    output = Path(fields["output_dir"])
+    assert steps({}) == 2
+    finished = {file.name: file.stat().st_mtime_ns for file in output.rglob("*")}
+    capsys.readouterr()
+    for same in ({}, {"logging_steps": 1}, {"save_steps": 7, "save_total_limit": 3}):
+        assert steps(same) == 2
+        assert f"'{output}' is finished" in capsys.readouterr().out
+    assert {file.name: file.stat().st_mtime_ns for file in output.rglob("*")}.items() >= finished.items() - {(output.name, 0)}
+    with pytest.raises(ForedraftError) as refused:
+        steps({"learning_rate": 0.5, "max_steps": 9}, options={"ttt_steps": 3})
+    assert f"'{output}' belongs to a run with other settings:\n  options.ttt_steps: 2 then, 3 now\n  training.learning_rate: None" in str(
+        refused.value
+    )
+    assert "max_steps" not in str(refused.value)
+    assert steps({"max_steps": 4, "logging_steps": 1}) == 4
+    out = capsys.readouterr().out
+    assert f"resuming from {output}/checkpoint-2" in out
+    assert "training.max_steps was 2, is 4: from here the learning rate is that of a run of this length" in out
+    rates = [log["learning_rate"] for log in json.loads((output / "training.json").read_text())["history"] if "learning_rate" in log]
+    assert rates[-2:] == pytest.approx([4e-4 * 2 / 4, 4e-4 * 1 / 4])
+    data = Path(fields["data"]["train"])
+    data.write_text(data.read_text().replace("a question", "another one"))
+    with pytest.raises(ForedraftError, match="the data packs to other rows than those"):
+        steps({"max_steps": 6})
+    assert steps({"learning_rate": 0.5}, resume=False) == 2
+
+
+def test_one_run_in_a_directory(fields: dict[str, Any]) -> None:
+    """The other is named; a trainer of one's own is no exception, and a killed run leaves no lock."""
+    lines = (
+        "import sys, time",
+        "from foredraft.training.alone import alone_in",
+        "with alone_in(sys.argv[1]):",
+        "  print('in', flush=True)",
+    )
+    program = "\n".join([*lines, "  time.sleep(99)"])
+    other = subprocess.Popen([sys.executable, "-c", program, fields["output_dir"]], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "in\n"
+    with pytest.raises(ForedraftError, match=rf"in '.*out' trains process {other.pid} on {socket.gethostname()}, since 20\d\d-"):
+        train(RunConfig.check(fields))
+    other.kill()
+    other.wait()
+    with alone_in(fields["output_dir"]), alone_in(fields["output_dir"]):
+        pass
 
 
 def test_resume_is_set_in_one_place(fields: dict[str, Any]) -> None:

@@ -38,5 +38,5 @@ def main() -> None:
     try:
         app()
     except ForedraftError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        print(f"error: {error}" if error.status == 1 else error, file=sys.stderr)
+        raise SystemExit(error.status) from None

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -16,6 +17,22 @@ class SeedByEpoch(TrainerCallback):
         collate = getattr(train_dataloader, "collate_fn", None)
         if isinstance(collate, DraftCollator):
             collate.epoch = int(state.epoch or 0)
+
+
+class AsAskedNow(TrainerCallback):
+    """A resumed training logs, saves and evaluates as it is asked to now, and its learning rate is that of a run of its length now.
+
+    Trainer takes all that from the checkpoint, the rate for one step: after a finished run it would be 0.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **kwargs: Any) -> None:
+        """After the checkpoint is loaded."""
+        state.compute_steps(args, state.max_steps)
+        schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)
+        if isinstance(schedule, LambdaLR):
+            schedule._last_lr = [base * at(schedule.last_epoch) for base, at in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+            for group, rate in zip(optimizer.param_groups, schedule._last_lr, strict=True):
+                group["lr"] = rate
 
 
 class DraftProgress(ProgressCallback):

@@ -1,15 +1,30 @@
-"""Which checkpoint a run can be resumed from: Trainer writes them in place, so the newest may be half there."""
+"""Whether a run goes on, and from which checkpoint: Trainer writes them in place, so the newest may be half there."""
 
+import hashlib
 import json
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from datasets import Dataset
 from transformers.utils import logging
 
 from ..checkpoint import check_weights
 from ..errors import ForedraftError
+from ..writing import write_text
+from .settings import RunConfig
 
 logger = logging.get_logger("foredraft")
 
+RUN_FILE = "run.json"
+"""The settings of the run that wrote an output_dir, a digest of its rows, and whether it came to its end."""
+LENGTH = ("training.max_steps", "training.num_train_epochs")
+FREE = re.compile(
+    r"resume|output_dir|eval_data|hidden_states_cache|device_map(\..*)?|training\.((logging|save|eval|log|hub|report)_\w+|max_steps|num_train_epochs|"
+    r"per_device_eval_batch_size|disable_tqdm|run_name|push_to_hub|dataloader_(num_workers|pin_memory|prefetch_factor|persistent_workers))"
+)
+"""Settings that change nothing in the result, or only how far it is trained."""
 NEEDED = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json")
 
 
@@ -39,3 +54,52 @@ def latest_complete(output_dir: str | Path | None) -> Path | None:
             return checkpoint
         logger.warning(f"checkpoint '{checkpoint}' is incomplete and is skipped: {reason}")
     return None
+
+
+def earlier_run(config: RunConfig) -> dict[str, Any]:
+    """What `run.json` says of the run that `config` goes on with, nothing where none was begun or `resume` is false.
+
+    Raises `ForedraftError` that names the settings that differ, if they change the result: a finished checkpoint would otherwise pass for
+    the new run's result.
+    """
+    file = Path(config.output_dir) / RUN_FILE
+    if not (config.resume and file.exists()):
+        return {}
+    noted: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    before, now = dict(_flat(noted)), dict(_flat(json.loads(config.model_dump_json())))
+    defaults = {key: field.default for key, field in RunConfig.model_fields.items()}
+    changed = [
+        f"{key}: {was!r} then, {now.get(key)!r} now"
+        for key in sorted({*before, *now} - {"rows", "finished"})
+        if not FREE.fullmatch(key) and (was := before.get(key, defaults.get(key))) != now.get(key)
+    ]
+    if changed and (noted.get("finished") or latest_complete(config.output_dir)):
+        raise ForedraftError(
+            f"'{config.output_dir}' belongs to a run with other settings:\n  " + "\n  ".join(changed) + "\n"
+            "  Choose another output_dir, or resume=false to start anew in this one"
+        )
+    return {**noted, "length": [(key, before.get(key), now.get(key)) for key in LENGTH if before.get(key) != now.get(key)]}
+
+
+def note(config: RunConfig, rows: Dataset, finished: bool) -> None:
+    """Write `run.json`."""
+    fields = {**json.loads(config.model_dump_json()), "rows": digest(rows), "finished": finished}
+    write_text(Path(config.output_dir) / RUN_FILE, json.dumps(fields, indent=1))
+
+
+def digest(rows: Dataset) -> str:
+    """Of what is trained on: tokens and spans."""
+    found = hashlib.sha256()
+    for name in ("input_ids", "spans"):
+        for chunk in rows.data.column(name).chunks:
+            for buffer in chunk.flatten().buffers():
+                found.update(buffer or b"")
+    return found.hexdigest()[:16]
+
+
+def _flat(fields: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{within}{key}.")
+        elif value != {}:
+            yield within + key, value

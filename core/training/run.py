@@ -3,6 +3,7 @@
 import json
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import set_seed
@@ -13,23 +14,34 @@ from ..checkpoint import save_draft, write_text
 from ..data import Conversations, pack
 from ..errors import ForedraftError
 from ..target import Target, load_config, load_target, load_tokenizer
+from .alone import alone_in
 from .cache import CachedTarget
 from .checks import check_run, open_start, sources
 from .inputs import check_rows
 from .plot import plot_training
-from .resume import latest_complete
+from .resume import LENGTH, digest, earlier_run, latest_complete, note
 from .settings import DataConfig, RunConfig
-from .trainer import DraftTrainer
-
-RUN_FILE = "run.json"
-"""The settings of the run that wrote an output_dir."""
+from .trainer import DraftTrainer, DraftTrainingArguments
 
 
 def train(config: RunConfig) -> Path:
-    """Carry out a run; returns the directory of the finished draft, `output_dir/draft`."""
-    torch.set_float32_matmul_precision(config.matmul_precision)
+    """Carry out a run; returns the directory of the finished draft, `output_dir/draft`.
+
+    A run that was begun goes on, longer than it was if asked; one that is finished does nothing but say so. Raises `ForedraftError` if it
+    cannot start, if another process trains into `output_dir`, or if that belongs to a run with another result; `TrainingStopped`
+    at a signal.
+    """
     arguments = check_run(config)
-    _check_resume(config)
+    with alone_in(config.output_dir):
+        before = earlier_run(config)
+        if before.get("finished") and not before["length"] and (Path(config.output_dir) / "draft" / "config.json").exists():
+            print(f"'{config.output_dir}' is finished: train longer by {' or '.join(LENGTH)}, or anew by resume=false", flush=True)
+            return Path(config.output_dir) / "draft"
+        return _carry_out(config, arguments, before)
+
+
+def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dict[str, Any]) -> Path:
+    torch.set_float32_matmul_precision(config.matmul_precision)
     begun = open_start(config) if config.draft else None
     tokenizer = load_tokenizer(config.target, config)
     conversations, held_out = load_split(config.data, config.eval_data)
@@ -37,6 +49,15 @@ def train(config: RunConfig) -> Path:
     eval_rows = pack(held_out, tokenizer, config.data.max_length, strict=config.data.strict) if held_out else None
     print(f"training data: {rows.info.description}", flush=True)
     check_rows(rows, load_config(config.target, config).get_text_config().vocab_size, "the training data")
+    if before and before.get("rows", digest(rows)) != digest(rows):
+        raise ForedraftError(
+            f"the data packs to other rows than those that '{config.output_dir}' was trained on: it, or how it is rendered, has changed.\n"
+            "  Choose another output_dir, or resume=false to start anew in this one"
+        )
+    if before and (newest := latest_complete(config.output_dir)):
+        print(f"resuming from {newest}", flush=True)
+        for key, was, now in before["length"]:
+            print(f"{key} was {was}, is {now}: from here the learning rate is that of a run of this length", flush=True)
     model = load_target(config.target, config.target_dtype, config)
     set_seed(arguments.seed)
     draft = begun or auto_draft(
@@ -58,7 +79,7 @@ def train(config: RunConfig) -> Path:
     print(f"draft: {started}", flush=True)
     trainer = DraftTrainer(draft, target, arguments, train_dataset=rows, eval_dataset=eval_rows)
     if trainer.is_world_process_zero():
-        write_text(Path(config.output_dir) / RUN_FILE, config.model_dump_json(indent=1))
+        note(config, rows, finished=False)
     trainer.train(resume_from_checkpoint=config.resume)
     if eval_rows is not None and arguments.eval_strategy == "no":
         trainer.evaluate()
@@ -70,28 +91,9 @@ def train(config: RunConfig) -> Path:
         )
         plot_training(history, finished.parent / "training.png")
         save_draft(draft, finished)
+        note(config, rows, finished=True)
     trainer.accelerator.wait_for_everyone()
     return finished
-
-
-def _check_resume(config: RunConfig) -> None:
-    """A run resumes what it was, or says what changed: a finished checkpoint would otherwise pass for the new run's result."""
-    output = Path(config.output_dir)
-    newest = latest_complete(output) if config.resume else None
-    if newest is None or not (output / RUN_FILE).exists():
-        return
-    before, now = json.loads((output / RUN_FILE).read_text()), json.loads(config.model_dump_json())
-    changed = [
-        f"{key}: {before.get(key)!r} then, {now.get(key)!r} now"
-        for key in sorted({*before, *now} - {"resume"})
-        if before.get(key) != now.get(key)
-    ]
-    if changed:
-        raise ForedraftError(
-            f"'{newest}' belongs to a run with other settings:\n  " + "\n  ".join(changed) + "\n"
-            "  Choose another output_dir, or resume=false to start anew in this one"
-        )
-    print(f"resuming from {newest}", flush=True)
 
 
 def load_split(data: DataConfig, eval_data: list[str] | str | None = None) -> tuple[Conversations, Conversations]:

@@ -11,9 +11,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import TrainOutput
 
 from ..data import DraftCollator
 from ..decoding.generate import check_pair
@@ -21,11 +22,13 @@ from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..losses import estimated_tau
 from ..target import Target, place
+from .alone import alone_in
 from .arguments import check_training
 from .inputs import check_rows
-from .progress import DraftPrinter, DraftProgress, SeedByEpoch
+from .progress import AsAskedNow, DraftPrinter, DraftProgress, SeedByEpoch
 from .ready import check_ready
 from .resume import latest_complete
+from .stopping import StopOnSignal, TrainingStopped
 
 
 class NonFiniteLoss(ForedraftError):
@@ -92,20 +95,44 @@ class DraftTrainer(Trainer):
         place(self.target.model, self.args.device)
         # The loss divides by counts of the whole accumulated batch (see _get_num_items_in_batch), so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
+        self._stop = StopOnSignal(self.accelerator)
         self.add_callback(SeedByEpoch)
+        self.add_callback(AsAskedNow)
+        self.add_callback(self._stop)
         for theirs, ours in ((ProgressCallback, DraftProgress), (PrinterCallback, DraftPrinter)):
             if self.pop_callback(theirs):
                 self.add_callback(ours)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """As Trainer's; `resume_from_checkpoint=True` takes the newest *complete* checkpoint and says which it skipped."""
-        if resume_from_checkpoint is True:
-            newest = latest_complete(self.args.output_dir)
-            resume_from_checkpoint = str(newest) if newest is not None else None
-        if resume_from_checkpoint is None:  # else the weights are the checkpoint's
-            check_ready(self.model, self.target, self.train_dataset)
-        self.data_collator.epoch = 0
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        """As Trainer's; `resume_from_checkpoint=True` takes the newest *complete* checkpoint and says which it skipped.
+
+        A checkpoint that has made all steps is loaded, and nothing trained. SIGTERM and Ctrl-C end with a checkpoint and
+        `TrainingStopped`. Raises `ForedraftError` if another process trains into `output_dir`.
+        """
+        with alone_in(self.args.output_dir), self._stop.listening():
+            if resume_from_checkpoint is True:
+                newest = latest_complete(self.args.output_dir)
+                resume_from_checkpoint = str(newest) if newest is not None else None
+            if not resume_from_checkpoint:  # else the weights are the checkpoint's
+                check_ready(self.model, self.target, self.train_dataset)
+            elif self._has_made_all_steps(str(resume_from_checkpoint)):
+                return TrainOutput(self.state.global_step, 0.0, {})
+            self.data_collator.epoch = 0
+            out = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        if self._stop.received and self.state.global_step < self.state.max_steps:
+            checkpoint = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
+            raise TrainingStopped(self._stop.received, self.state.global_step, self.state.max_steps, checkpoint)
+        return out
+
+    def _has_made_all_steps(self, checkpoint: str) -> bool:
+        """Then it is loaded, and said; Trainer would make one more."""
+        state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
+        if not 0 < self.args.max_steps <= state.global_step:
+            return False
+        self._load_from_checkpoint(checkpoint)
+        self.state = state
+        print(f"'{checkpoint}' has made {state.global_step} of {self.args.max_steps} steps: nothing is left to train", flush=True)
+        return True
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None) -> Any:
         """Capture the target, run the step inside the module's forward; gradients average over ranks, hence the factor."""
