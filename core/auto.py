@@ -8,11 +8,13 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import AutoConfig, PretrainedConfig
 
-from .checkpoint import load_draft, read_config
+from .checkpoint import build, load_draft
+from .config import DraftConfigMixin
 from .draft import BaseDraft
 from .errors import ForedraftError, describe_validation
 from .hub import locate
 from .protocols import AlgorithmBase, DraftSpec
+from .reading import draft_config, read_config
 from .registry import DEFAULT_ALGORITHM, Registry, default_registry
 from .target import load_config
 
@@ -40,22 +42,18 @@ def auto_draft(
     asked = {"adapter": adapter, "aux_layers": aux_layers, "draft_vocab_size": draft_vocab_size}
     if isinstance(config, str | Path):
         config = locate(config)
-        if (Path(config) / "config.json").exists() and (made := read_config(config).get("foredraft")):
+        if (Path(config) / "config.json").exists() and "foredraft" in (fields := read_config(config)):
+            made = draft_config(fields, registry, config).foredraft
             return _recorded(load_draft(config, registry, _settled(made, algorithm, options, asked, registry)), options)
         config = load_config(str(config))
     elif isinstance(config, Mapping):
         fields = deepcopy(dict(config))  # transformers changes nested fields in place
-        made = fields.get("foredraft")
-        if isinstance(made, Mapping) and "adapter" in made:
-            config = registry.adapter(made["adapter"]).config_class(**fields)
-        else:
-            config = _target_config(fields, registry)
-    if made := getattr(config, "foredraft", None):
-        method = _settled(made, algorithm, options, asked, registry)
-        cls = registry.adapter(made["adapter"])
+        config = draft_config(fields, registry) if "foredraft" in fields else _target_config(fields, registry)
+    if hasattr(config, "foredraft"):
         # AutoConfig sees the family's plain config there.
-        config = deepcopy(config) if isinstance(config, cls.config_class) else cls.config_class(**config.to_dict())
-        return _recorded(cls(config, method), options)
+        own: Any = deepcopy(config) if isinstance(config, DraftConfigMixin) else draft_config(config.to_dict(), registry)
+        method = _settled(own.foredraft, algorithm, options, asked, registry)
+        return _recorded(build(registry.adapter(own.foredraft["adapter"]), own, method, "the draft"), options)
     method = make_algorithm(algorithm or DEFAULT_ALGORITHM, options, registry)
     cls = registry.adapter(adapter) if adapter else registry.adapter_for(config.get_text_config().model_type, config)
     return cls(cls.make_config(config, method, aux_layers, draft_vocab_size), method)
@@ -65,7 +63,9 @@ def make_algorithm(name: str, options: Mapping[str, Any], registry: Registry) ->
     """The algorithm `name` with its options checked. Raises `ForedraftError` that lists every wrong one."""
     cls = registry.algorithm(name)
     try:
-        return cls(**options)
+        made = cls(cls.Options(**options))
+        _ = made.spec
+        return made
     except ValidationError as error:
         raise ForedraftError(f"algorithm '{name}': " + describe_validation(error, cls.Options.model_fields)) from error
 
@@ -85,8 +85,6 @@ def _settled(
     made: Mapping[str, Any], algorithm: str | None, options: Mapping[str, Any], asked: Mapping[str, Any], registry: Registry
 ) -> AlgorithmBase:
     """The algorithm of a draft that is there, with `options` on top of those it was made with; its shape is settled."""
-    if not isinstance(made, Mapping) or not {"adapter", "algorithm", "options", "spec"} <= set(made):
-        raise ForedraftError("the 'foredraft' entry of this draft's config.json is not what foredraft writes")
     if fixed := [name for name, value in asked.items() if value is not None]:
         raise ForedraftError(f"{', '.join(fixed)}: this draft's shape is settled; build a new one from the target's config")
     if algorithm not in (None, made["algorithm"]):

@@ -7,9 +7,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .engines import DEFAULT_TOKENS
+from .engines import most_tokens
 from .errors import ForedraftError
 from .hub import ID
+from .protocols import tokens_to_draft
 from .registry import default_registry
 from .writing import write_text
 
@@ -65,9 +66,8 @@ def public_name(name: str) -> str:
 
 
 def _commands(fields: Mapping[str, Any], target: str) -> dict[str, str]:
-    """How each engine that takes the draft serves it; drafts that come in blocks are drafted whole."""
-    block = fields.get("block_size")
-    tokens = block - 1 if isinstance(block, int) and block > 1 else DEFAULT_TOKENS
+    """How each engine that takes the draft serves it; what is made at once is drafted whole."""
+    tokens = tokens_to_draft(None, most_tokens(fields))
     commands = {}
     for cls in (r.cls for r in default_registry().registered if r.kind == "engine"):
         with suppress(Exception):  # an engine is a plugin, and a draft is saved whatever it stumbles over

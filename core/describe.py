@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from .auto import DEFAULT_ALGORITHM, auto_draft
-from .checkpoint import read_config
 from .draft import BaseDraft
 from .hub import locate
 from .loading import PLAIN, Loading
+from .reading import read_config
 from .registry import default_registry
 from .target import load_config
 

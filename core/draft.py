@@ -14,15 +14,13 @@ from .card import CARD
 from .checkpoint import save_draft
 from .config import check_aux_layers, default_aux_layers, describe_target, set_mask_token, versions
 from .errors import ForedraftError, gathering
+from .layouts import TARGET_HEAD
 from .protocols import AlgorithmBase, Batch, DraftSpec, KeyValueCache, Layout
 from .retarget import retarget
 from .start import layer_weights, start
 from .target import Signal, Target
 from .vocabulary import DraftVocabulary
 from .wiring import WIRINGS
-
-TARGET_HEAD = ("embed_tokens.weight", "lm_head.weight")
-"""What a draft that uses its target's embedding and head leaves out of its file."""
 
 
 class NoAssistant(ForedraftError, AttributeError):

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 """A draft's `config.json`, ours or a peer's."""
-
-DEFAULT_TOKENS = 4
-"""Drafted per pass of the target, unless the draft comes in blocks."""
 
 
 class EngineBase:
@@ -46,12 +44,14 @@ class EngineBase:
         return []
 
     def command(self, draft: str | Path, target: str, num_tokens: int | None = None) -> str:
-        """The command line that serves the draft in a directory or on the hub; by default it drafts whole blocks, or 4 tokens.
+        """The command line that serves the draft in a directory or on the hub; by default it drafts all it makes at once, or 4 tokens.
 
-        Raises `ForedraftError` if the engine does not serve this draft, saying why, or not so many tokens.
+        Raises `ForedraftError` if the engine does not serve this draft, saying why, or not so many tokens, or not for this target.
         """
-        from .checkpoint import read_config
         from .hub import find_draft
+        from .pairing import check_named
+        from .protocols import tokens_to_draft
+        from .reading import check_fields, read_config
 
         directory = find_draft(draft)
         draft = directory if Path(draft).exists() else draft  # engines know the hub themselves
@@ -60,11 +60,21 @@ class EngineBase:
             raise ForedraftError(
                 f"{self.name} does not serve the draft '{draft}': {reason}\n  `foredraft info {draft}` says which engines do"
             )
-        block = config.get("block_size")
-        most = block - 1 if isinstance(block, int) and block > 1 else None
-        if num_tokens is not None and most is not None and num_tokens > most:
-            raise ForedraftError(f"{num_tokens} tokens were asked for; this draft was trained to draft {most} at most, a block of {block}")
-        return shlex.join(self.arguments(config, str(draft), target, num_tokens or most or DEFAULT_TOKENS))
+        if "foredraft" in config:
+            check_named(check_fields(config, directory).foredraft.target.model_dump(), target)
+        return shlex.join(self.arguments(config, str(draft), target, tokens_to_draft(num_tokens, most_tokens(config))))
+
+
+def most_tokens(config: Config) -> int | None:
+    """How many tokens a draft makes at once, None if one after another: as its algorithm says, else as its block has slots to draft."""
+    from .auto import make_algorithm
+    from .registry import default_registry
+
+    with suppress(ForedraftError, KeyError, TypeError):  # a peer's, or the plugin is not here
+        made = config["foredraft"]
+        return make_algorithm(made["algorithm"], made["options"], default_registry()).max_tokens
+    block = config.get("block_size")
+    return block - 1 if isinstance(block, int) and block > 1 else None
 
 
 def unknown_architecture(config: Config, known: Mapping[str, Any] | tuple[str, ...]) -> str | None:

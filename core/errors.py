@@ -22,6 +22,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
+def printable(text: str) -> str:
+    """`text` with all that a terminal would obey, or that cannot be encoded, spelt out; names in files may hold anything."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def describe_validation(error: "ValidationError", known: Mapping[str, Any], within: str = "") -> str:
     """All that pydantic found, a line each, keys led by `within`; an unknown key with the nearest known one."""
     lines = []

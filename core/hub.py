@@ -1,11 +1,12 @@
 """Drafts on the Hugging Face hub: found by id wherever a draft is named. Directories come first."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import ForedraftError
+from .reading import read_json
+from .writing import finish
 
 ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """organisation/repository."""
@@ -23,6 +24,7 @@ def find_draft(name: str | Path, revision: str | None = None) -> Path:
     if not path.exists() and ID.fullmatch(str(name)):
         return download(str(name), DRAFT, "draft", revision)
     in_run = path / "draft"
+    finish(in_run)
     return in_run if (in_run / "config.json").is_file() and not (path / "config.json").exists() else path
 
 
@@ -33,11 +35,12 @@ def locate(name: str | Path) -> str | Path:
     """
     if Path(name).exists() or not ID.fullmatch(str(name)):
         return find_draft(name)
+    directory = download(str(name), ["config.json"], "target or draft")
     try:
-        fields = json.loads((download(str(name), ["config.json"], "target or draft") / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # whoever reads a target says what is wrong
+        fields = read_json(directory / "config.json")
+    except ForedraftError:  # whoever reads a target says what is wrong
         return name
-    return find_draft(name) if isinstance(fields, dict) and "foredraft" in fields else name
+    return find_draft(name) if "foredraft" in fields else name
 
 
 def download(name: str, files: Sequence[str], what: str, revision: str | None = None) -> Path:

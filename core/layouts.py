@@ -19,6 +19,8 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 }
 """By the `architectures` entry: weights of the draft, weights of each layer, and a pattern of what may be there too."""
 
+TARGET_HEAD = ("embed_tokens.weight", "lm_head.weight")
+"""What a draft that uses its target's embedding and head leaves out of its file."""
 MOST = 512
 """Layers, or aux layers, that a draft could have."""
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from pydantic import Field
 from torch import Generator, Tensor, nn
 
+from .errors import ForedraftError
 from .frozen import Frozen
+from .layouts import MOST
 
 if TYPE_CHECKING:
     from .draft import BaseDraft
@@ -31,8 +33,8 @@ class DraftSpec(Frozen):
         description="fuse: embedding and context side by side into a 2·D-wide first layer; prefix: the context as extra keys and values of "
         "every layer",
     )
-    num_layers: int = Field(1, ge=0, description="decoder layers of the draft")
-    num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
+    num_layers: int = Field(1, ge=0, le=MOST, description="decoder layers of the draft")
+    num_aux: int = Field(3, ge=1, le=MOST, description="target layers whose hidden states the draft reads")
     fc_norm: bool = Field(False, description="one RMSNorm per aux chunk before fc (EAGLE-3.1)")
     context_norm: bool = Field(False, description="a norm after fc (DFlash)")
     norm_output: bool = Field(False, description="the post-norm state is fed back, and the head applies no second norm (EAGLE-3.1)")
@@ -128,6 +130,22 @@ class Choose(Protocol):
         ...
 
 
+DEFAULT_TOKENS = 4
+"""Drafted per pass of the target, unless the draft makes its tokens at once."""
+
+
+def tokens_to_draft(asked: int | None, most: int | None) -> int:
+    """How many tokens to draft per pass: those asked for, else all that the draft makes at once (`AlgorithmBase.max_tokens`), else 4.
+
+    Raises `ForedraftError` for none, or more than it makes.
+    """
+    if asked is not None and asked < 1:
+        raise ForedraftError(f"num_draft_tokens={asked}: at least one token must be drafted")
+    if asked is not None and most is not None and asked > most:
+        raise ForedraftError(f"{asked} tokens were asked for; this draft makes {most} at once, and no more")
+    return asked or most or DEFAULT_TOKENS
+
+
 class AlgorithmBase:
     """A drafting algorithm: stateless but for its options.
 
@@ -147,6 +165,11 @@ class AlgorithmBase:
     def spec(self) -> DraftSpec:
         """The draft that this algorithm needs."""
         raise NotImplementedError(f"algorithm '{self.name}' must state its draft: def spec(self) -> DraftSpec")
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How many tokens the draft makes at once, at most; None: one after another, as many as are asked for."""
+        return None
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...] | None:
         """The target layers to read by default (HF `hidden_states` indices), for a target of `num_layers`; None: the adapter's choice."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import set_mask_token
+from .pairing import remember
 from .target import Target, norm_scale
 from .vocabulary import choose_mask_token, choose_vocabulary, count_tokens, coverage
 
@@ -28,6 +29,7 @@ def start(draft: "BaseDraft", target: Target, rows: Iterable[dict[str, Any]] | N
         set_mask_token(config, choose_mask_token(rows, target.embedding_weight, config.spec.mask_token_id))
         config.update(draft.algorithm.engine_fields(config))
     draft.take_head(target)
+    remember(config, target.model)
     if target.norm_weight is not None and target.norm_weight.shape == draft.norm.weight.shape:
         draft.norm.weight.copy_(target.norm_weight)
         taken.append("final norm")

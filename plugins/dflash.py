@@ -32,15 +32,15 @@ class DFlash(AlgorithmBase):
     class Options(Frozen):
         """Options of DFlash."""
 
-        block_size: int = Field(16, ge=2, description="slots of a block, its anchor included: one more than the tokens drafted at most")
+        block_size: int = Field(16, ge=2, le=4096, description="slots of a block, its anchor included: one more than it drafts")
         gamma: float | None = Field(None, gt=0, description="slot j weighs exp(-(j-1)/gamma); default: 7, 5 or 4 for 16, 10 or 8 slots")
         weighting: Literal["decay", "dpace"] = Field(
             "decay", description="of slots: decay, by gamma; dpace, by the draft's confidence (D-PACE)"
         )
         dpace_alpha: float = Field(0.5, gt=0, le=1, description="D-PACE: how far the draft's confidence is smoothed towards 1")
         anchors: int = Field(512, ge=1, description="blocks drawn per row of training data, at most")
-        num_layers: int = Field(5, ge=1, description="decoder layers of the draft; they run once for all drafted tokens")
-        num_aux: int | None = Field(None, ge=1, description="target layers whose hidden states the draft reads; default: num_layers")
+        num_layers: int = Field(5, ge=1, le=512, description="decoder layers of the draft; they run once for all drafted tokens")
+        num_aux: int | None = Field(None, ge=1, le=512, description="target layers whose hidden states are read; default: num_layers")
         mask_token_id: int | None = Field(None, ge=0, description="stands for tokens not known yet; default: one that the data never uses")
 
     @property
@@ -64,6 +64,11 @@ class DFlash(AlgorithmBase):
         """The decay asked for, or one by block size: lines through the paper's 4, 5 and 7 for 8, 10 and 16 (appendix A.3.1)."""
         size = self.options.block_size
         return self.options.gamma or min(size / 2, (size + 5) / 3)
+
+    @property
+    def max_tokens(self) -> int:
+        """The slots of a block behind its anchor."""
+        return int(self.options.block_size) - 1
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Evenly spaced from the second layer to the third from the end, as in the published drafts; the middle one if it is but one."""

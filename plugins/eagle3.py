@@ -33,10 +33,10 @@ class Eagle3(AlgorithmBase):
     class Options(Frozen):
         """Options of EAGLE-3."""
 
-        ttt_steps: int = Field(7, ge=1, description="drafting steps unrolled in training (training-time test)")
+        ttt_steps: int = Field(7, ge=1, le=512, description="drafting steps unrolled in training (training-time test)")
         step_decay: float = Field(0.8, gt=0, le=1, description="weight of each step relative to the one before")
-        num_layers: int = Field(1, ge=1, description="decoder layers of the draft")
-        num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
+        num_layers: int = Field(1, ge=1, le=512, description="decoder layers of the draft")
+        num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
         fc_norm: bool = Field(False, description="norm each aux chunk before fc (EAGLE-3.1)")
         norm_output: bool = Field(False, description="feed back the post-norm state (EAGLE-3.1)")
         norm_before_residual: bool = Field(False, description="the layer adds to the normed features (speculators' default)")

@@ -43,14 +43,19 @@ class Medusa(AlgorithmBase):
     class Options(Frozen):
         """Options of Medusa."""
 
-        num_heads: int = Field(4, ge=1, description="positions drafted, a head each")
-        num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
+        num_heads: int = Field(4, ge=1, le=512, description="positions drafted, a head each")
+        num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
         head_decay: float = Field(0.8, gt=0, le=1, description="weight of each head relative to the one before (the paper's λ_k)")
 
     @property
     def spec(self) -> DraftSpec:
         """No decoder layer at all."""
         return DraftSpec(num_layers=0, num_aux=self.options.num_aux, architecture="MedusaDraftModel")
+
+    @property
+    def max_tokens(self) -> int:
+        """One per head."""
+        return int(self.options.num_heads)
 
     def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
         """The heads."""

@@ -35,11 +35,11 @@ class PEagle(AlgorithmBase):
     class Options(Frozen):
         """Options of P-EAGLE."""
 
-        num_depths: int = Field(8, ge=1, description="tokens drafted in one forward, at most")
+        num_depths: int = Field(8, ge=1, le=512, description="tokens drafted in one forward, at most")
         ratio: float = Field(0.7, gt=0, le=1, description="share of the anchors trained on at a depth, relative to the depth before")
         floor: float = Field(0.2, ge=0, le=1, description="least share of the anchors trained on at a depth")
-        num_layers: int = Field(4, ge=1, description="decoder layers of the draft; they run once for all drafted tokens")
-        num_aux: int = Field(3, ge=1, description="target layers whose hidden states the draft reads")
+        num_layers: int = Field(4, ge=1, le=512, description="decoder layers of the draft; they run once for all drafted tokens")
+        num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
         fc_norm: bool = Field(False, description="norm each aux chunk (of mask_hidden, too) before fc")
         qk_norm: bool = Field(False, description="norms on queries and keys: a Qwen3-shaped draft")
         mask_token_id: int | None = Field(None, ge=0, description="stands for tokens not known yet; default: one that the data never uses")
@@ -50,6 +50,11 @@ class PEagle(AlgorithmBase):
         o = self.options
         shape = {"num_layers": o.num_layers, "num_aux": o.num_aux, "fc_norm": o.fc_norm, "qk_norm": o.qk_norm}
         return DraftSpec(**shape, mask_token=True, mask_token_id=o.mask_token_id)
+
+    @property
+    def max_tokens(self) -> int:
+        """One per depth: deeper ones were not trained."""
+        return int(self.options.num_depths)
 
     def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
         """`mask_hidden` [1, 1, A], small: it enters the residual stream, where a large one is noise to all depths."""

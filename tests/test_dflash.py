@@ -417,7 +417,7 @@ def test_blocks_are_one_forward_each_and_lossless(tmp_path: Path) -> None:
     for new_tokens in (1, 2, 23):
         stats = DraftingStats()
         widths.clear()
-        out = generate(MODEL, loaded, ids, num_draft_tokens=9, max_new_tokens=new_tokens, do_sample=False, stats=stats)
+        out = generate(MODEL, loaded, ids, max_new_tokens=new_tokens, do_sample=False, stats=stats)
         assert torch.equal(out, MODEL.generate(ids, max_new_tokens=new_tokens, do_sample=False))
         assert widths == [BLOCK] * sum(stats.drafted[:1])
     assert stats.drafted[0] > 3

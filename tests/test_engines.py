@@ -88,7 +88,7 @@ def test_why_not(engine: str, changes: dict[str, Any], reason: str) -> None:
     assert reason in (ENGINES[engine].refuses(config) or "")
 
 
-@pytest.mark.parametrize(("content", "message"), [("", "is no JSON"), ('{"a": ' * 100_000, "is no JSON"), (None, "cannot be read")])
+@pytest.mark.parametrize(("content", "message"), [("", "is no JSON"), ('{"a": ' * 100_000, "is no JSON"), (None, "is no regular file")])
 def test_a_config_that_cannot_be_read(content: str | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.mkdir() if content is None else file.write_text(content)
@@ -123,7 +123,7 @@ class TestCommands:
 
     @pytest.mark.parametrize(
         ("algorithm", "method", "tokens", "parallel"),
-        [("eagle31", "eagle3", 4, False), ("peagle", "eagle3", 4, True), ("dflash", "dflash", 7, False)],
+        [("eagle31", "eagle3", 4, False), ("peagle", "eagle3", 8, True), ("dflash", "dflash", 7, False)],
     )
     def test_vllm_by_algorithm(self, algorithm: str, method: str, tokens: int, parallel: bool, tmp_path: Path) -> None:
         options = {"block_size": 8} if algorithm == "dflash" else {}
@@ -158,7 +158,7 @@ class TestCommands:
 
     def test_more_than_a_block_is_refused(self, tmp_path: Path) -> None:
         path = save_draft(tiny_draft(tiny_target(), "dflash", block_size=8), tmp_path / "draft")
-        with pytest.raises(ForedraftError, match="8 tokens were asked for; this draft was trained to draft 7 at most"):
+        with pytest.raises(ForedraftError, match="8 tokens were asked for; this draft makes 7 at once"):
             ENGINES["vllm"].command(path, "t", 8)
 
     def test_on_the_command_line(self, draft: Path, tmp_path: Path) -> None:

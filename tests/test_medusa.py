@@ -56,7 +56,7 @@ def test_saved_decoded_and_lossless(tmp_path) -> None:  # type: ignore[no-untype
     ids = torch.tensor([[5, 6, 7, 8]])
     stats = DraftingStats()
     with torch.no_grad():
-        out = generate(MODEL, loaded, ids, num_draft_tokens=8, max_new_tokens=20, do_sample=False, stats=stats)
+        out = generate(MODEL, loaded, ids, max_new_tokens=20, do_sample=False, stats=stats)
         plain = MODEL.generate(ids, max_new_tokens=20, do_sample=False)
     assert torch.equal(out, plain)
     assert len(stats.acceptance) <= 3

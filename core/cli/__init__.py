@@ -2,13 +2,14 @@
 
 import os
 import sys
+import warnings
 from importlib import metadata
 from typing import Annotated
 
 import typer
 
 from .. import __version__
-from ..errors import ForedraftError
+from ..errors import ForedraftError, printable
 from . import data, decode, doctor, draw, formats, inspect, new, serve, train
 
 app = typer.Typer(
@@ -35,8 +36,10 @@ def about(
 def main() -> None:
     """Run the command line; what a user can mend is printed without a traceback."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
     try:
         app()
     except ForedraftError as error:
-        print(f"error: {error}" if error.status == 1 else error, file=sys.stderr)
+        text = printable(str(error))
+        print(f"error: {text}" if error.status == 1 else text, file=sys.stderr)
         raise SystemExit(error.status) from None

@@ -21,12 +21,12 @@ DraftOption = Annotated[str, typer.Option("--draft", help="directory or hub id o
 DtypeOption = Annotated[str, typer.Option(help="dtype to run in: auto, float32, bfloat16, float16")]
 StrictOption = Annotated[bool, typer.Option("--strict", help="stop at the first record that cannot be used, instead of skipping it")]
 DraftTokensOption = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--num-draft-tokens",
         "-k",
         min=1,
-        help="tokens drafted per pass of the target; drafts made at once hold no more than was trained (a block of DFlash: block_size - 1)",
+        help="tokens drafted per pass of the target; default: all that the draft makes at once (a block of DFlash), else 4",
     ),
 ]
 
@@ -88,8 +88,8 @@ def load_target(name: str, dtype: str, loading: Loading) -> "tuple[PreTrainedMod
 def load_draft_for(path: Path, target: Any) -> "BaseDraft":
     """The draft in `path`, in the target's dtype and on its device."""
     from ..auto import auto_draft
-    from ..checkpoint import read_config
-    from ..decoding.generate import check_pair
+    from ..pairing import check_pair
+    from ..reading import read_config
 
     if "foredraft" not in read_config(path):  # auto_draft would plan a fresh draft for it
         raise ForedraftError(f"'{path}' is no draft: its config.json has no 'foredraft' entry")

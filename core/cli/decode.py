@@ -21,7 +21,7 @@ def generate(
     target: TargetOption,
     draft: DraftOption,
     loading: Rendering,
-    num_draft_tokens: DraftTokensOption = 4,
+    num_draft_tokens: DraftTokensOption = None,
     tree: TreeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
@@ -35,10 +35,12 @@ def generate(
     from ..decoding import generate as run
     from ..decoding.evaluate import encode
     from ..hub import find_draft
+    from ..protocols import tokens_to_draft
 
     shape, directory = TreeShape.parse(tree) if tree else None, find_draft(draft)
     model, tokenizer = load_target(target, dtype, loading)
     drafter = load_draft_for(directory, model)
+    chain = tokens_to_draft(num_draft_tokens, drafter.algorithm.max_tokens if drafter.algorithm else None)
     ids = encode(tokenizer, [{"role": "user", "content": prompt}], model.device)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     stats = DraftingStats()
@@ -48,7 +50,7 @@ def generate(
         drafter,
         ids,
         attention_mask=torch.ones_like(ids),  # else transformers hides what looks like padding
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=chain,
         tree=shape,
         stats=stats,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
@@ -57,7 +59,7 @@ def generate(
         **sampling,
     )
     seconds, tokens = time.perf_counter() - start, out.shape[1] - ids.shape[1]
-    drafted = f"{shape}, {shape.num_nodes} nodes" if shape else f"chain of {num_draft_tokens}"
+    drafted = f"{shape}, {shape.num_nodes} nodes" if shape else f"chain of {chain}"
     acceptance = " ".join(f"{a:.2f}" for a in stats.acceptance)
     print(f"\nτ {stats.tau:.2f} ({drafted}), accepted per position: {acceptance}; {tokens / seconds:.1f} tokens/s ({model.dtype})")
 
@@ -67,7 +69,7 @@ def evaluate(
     draft: DraftOption,
     prompts: Annotated[list[Path], typer.Option(help="conversations or prompts, in any form that training reads; may be given again")],
     loading: Rendering,
-    num_draft_tokens: DraftTokensOption = 4,
+    num_draft_tokens: DraftTokensOption = None,
     tree: TreeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,

@@ -72,15 +72,18 @@ def _show(found: "list[Finding]", done: list[str], fix: Path | None) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from ..errors import printable
+
     console = Console()
     if done:
-        console.print(f"[bold]mended in '{escape(str(fix))}'[/]:\n  " + escape("\n  ".join(done)))
+        console.print(f"[bold]mended in '{escape(str(fix))}'[/]:\n  " + escape(printable("\n  ".join(done))))
     if found:
         table = Table(show_lines=True)
         for column in ("finding", "what was found", "what it breaks", "how to mend it"):
             table.add_column(column, overflow="fold")
         for f in found:
-            table.add_row(f"[{COLOURS[f.severity]}]{f.severity}[/]\n{escape(f.id)}", escape(f.found), escape(f.breaks), escape(f.mend))
+            texts = (escape(printable(text)) for text in (f.found, f.breaks, f.mend))
+            table.add_row(f"[{COLOURS[f.severity]}]{f.severity}[/]\n{escape(f.id)}", *texts)
         console.print(table)
     counts = {kind: sum(f.severity == kind for f in found) for kind in COLOURS}
     console.print(", ".join(f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items()))

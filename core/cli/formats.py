@@ -18,13 +18,14 @@ def import_(
     """Read another project's draft, told by its content, into a draft of ours."""
     from transformers.utils import logging
 
+    from ..errors import printable
     from ..formats import import_draft
 
     logging.disable_progress_bar()
     done = import_draft(source, out, target, loading=loading)
     print(f"{done.path}: a draft by {done.algorithm}, from {done.peer}")
     for note in done.notes:
-        print(f"  {note}")
+        print(f"  {printable(note)}")
 
 
 def export(

@@ -19,6 +19,7 @@ def info(
 ) -> None:
     """What foredraft makes of a target or a draft: adapter, dimensions, parameters, aux layers, memory of a training step."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from ..registry import default_registry
@@ -27,10 +28,11 @@ def info(
         _plugin(name)
         return
     from ..describe import describe
+    from ..errors import printable
 
     table = Table(show_header=False, box=None)
     for key, value in describe(name, algorithm, draft_vocab_size, rows, length, loading).items():
-        table.add_row(f"[bold]{key}[/]", value)
+        table.add_row(f"[bold]{key}[/]", escape(printable(value)))
     Console().print(table)
 
 

@@ -4,19 +4,14 @@ from typing import Annotated
 
 import typer
 
-from .common import TargetOption
+from .common import DraftTokensOption, TargetOption
 
 
 def serve_command(
     draft: Annotated[str, typer.Argument(help="directory or hub id of the draft")],
     target: TargetOption,
     engine: Annotated[str, typer.Option(help="serving system (see `foredraft plugins`)")] = "vllm",
-    num_draft_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--num-draft-tokens", "-k", min=1, help="tokens drafted per pass of the target; default: a whole block of DFlash, else 4"
-        ),
-    ] = None,
+    num_draft_tokens: DraftTokensOption = None,
 ) -> None:
     """Print the command line that serves a draft, or why the engine does not serve it."""
     from ..registry import default_registry

@@ -1,7 +1,7 @@
 """Measures a draft: τ, acceptance per position, and speed against plain decoding of the same prompts in the same run."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data import Conversation, Skipped, Unusable, conversation_of, prompt_ids, read_records
 from ..draft import BaseDraft
 from ..errors import ForedraftError
+from ..protocols import tokens_to_draft
 from .generate import generate
 from .stats import DraftingStats
 from .tree import TreeShape
@@ -92,7 +93,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     *,
-    num_draft_tokens: int = 4,
+    num_draft_tokens: int | None = None,
     tree: TreeShape | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -103,10 +104,17 @@ def evaluate(
     """Generate for every prompt with the draft and, with `baseline`, without it, in turn, so that both meet the same machine.
 
     With `tree`, trees of that shape are drafted in place of chains. τ is micro-averaged over all prompts. `temperature` 0 is
-    greedy; `progress`, if given, is called after each prompt.
+    greedy; `progress`, if given, is called after each prompt. Raises what `generate` raises, and `ForedraftError` for prompts
+    that are no lists of messages.
     """
     if not prompts:
         raise ForedraftError("there are no prompts to evaluate on")
+    for prompt in prompts:
+        if not (isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt)):
+            raise ForedraftError(
+                f"a prompt is a list of messages, found {prompt!r:.60}: pass [{{'role': 'user', 'content': 'text'}}], or load_prompts(file)"
+            )
+    num_draft_tokens = tokens_to_draft(num_draft_tokens, draft.algorithm.max_tokens if draft.algorithm else None)
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     )

@@ -1,7 +1,6 @@
 """`generate`: transformers' own `target.generate`, with a draft. The output is the target's; only the speed changes."""
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +10,10 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ..config import describe_target
 from ..draft import BaseDraft
 from ..errors import ForedraftError
+from ..pairing import check_pair
+from ..protocols import tokens_to_draft
 from ..target import AuxCapture
 from .candidates import DraftCandidateGenerator
 from .stats import DraftingStats
@@ -26,7 +26,7 @@ def generate(
     draft: BaseDraft,
     input_ids: Tensor,
     *,
-    num_draft_tokens: int = 4,
+    num_draft_tokens: int | None = None,
     tree: TreeShape | None = None,
     stats: DraftingStats | None = None,
     stopping_criteria: StoppingCriteriaList | list[StoppingCriteria] | None = None,
@@ -38,25 +38,17 @@ def generate(
 
     Takes the arguments of transformers' assisted generation: streamer, logits processors, sampling, stopping criteria and
     `stop_strings` (asked at every token, as without a draft); no beams, batches, padding or filled caches.
-    `num_draft_tokens` are drafted per pass of the target, as a chain; with `tree`, a tree of that shape in their place.
-    `stats` collects what was accepted.
+    `num_draft_tokens` are drafted per pass of the target, as a chain (default: all that the draft makes at once, else 4); with
+    `tree`, a tree of that shape in their place. `stats` collects what was accepted.
 
-    Raises `ForedraftError` if the draft was made for a target of another shape, or for what is not supported: trees need an
-    algorithm that drafts them, and a target with plain attention (eager or SDPA, no sliding windows or recurrent states).
+    Raises `ForedraftError` if the draft was made for a target of another shape, or for what is not supported: more tokens than
+    the draft makes at once; trees need an algorithm that drafts them, and a target with plain attention (eager or SDPA, no
+    sliding windows or recurrent states).
     """
+    _check_ids(target, input_ids)
     check_pair(target, draft)
-    if input_ids.shape[0] != 1:
-        raise ForedraftError(f"a draft decodes one sequence at a time, found a batch of {input_ids.shape[0]}: call generate for each")
-    mask = kwargs.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        raise ForedraftError("the attention mask hides tokens of the prompt: pass the prompt without padding")
-    if num_draft_tokens < 1:
-        raise ForedraftError(f"num_draft_tokens={num_draft_tokens}: at least one token must be drafted")
-    cache = kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ForedraftError(
-            "past_key_values already holds tokens whose hidden states the draft has not seen: pass the whole prompt instead"
-        )
+    _check_settings(target, kwargs)
+    num_draft_tokens = tokens_to_draft(num_draft_tokens, draft.algorithm.max_tokens if draft.algorithm else None)
     stats = stats if stats is not None else DraftingStats()
     criteria = StoppingCriteriaList(stopping_criteria or [])
     if stop_strings is not None:
@@ -93,23 +85,38 @@ def drafting(target: PreTrainedModel, draft: BaseDraft, num_tokens: int, stats: 
             del target._get_candidate_generator
 
 
-def check_pair(target: PreTrainedModel, draft: BaseDraft) -> None:
-    """Raises `ForedraftError` unless the draft was made for a target of this shape; a draft that uses its target's head gets it."""
-    text = target.config.get_text_config()
-    made = draft.config.foredraft["target"]
-    differences = [
-        f"{name}: the draft expects {made[name]}, the target has {getattr(text, name)}"
-        for name in ("hidden_size", "num_hidden_layers", "vocab_size")
-        if made[name] != getattr(text, name)
-    ]
-    if differences:
+def _check_ids(target: PreTrainedModel, input_ids: Any) -> None:
+    """Raises `ForedraftError` unless these are the ids of one prompt, which the target has an embedding for."""
+    shape = "token ids of shape [1, L], as a LongTensor: tokenizer(text, return_tensors='pt').input_ids"
+    if not isinstance(input_ids, Tensor):
+        raise ForedraftError(f"input_ids is a {type(input_ids).__name__}: pass {shape}")
+    if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32) or not input_ids.shape[1]:
+        raise ForedraftError(f"input_ids is {list(input_ids.shape)} of {input_ids.dtype}: pass {shape}")
+    if input_ids.shape[0] != 1:
+        raise ForedraftError(f"a draft decodes one sequence at a time, found a batch of {input_ids.shape[0]}: call generate for each")
+    low, high, known = int(input_ids.min()), int(input_ids.max()), target.get_input_embeddings().weight.shape[0]
+    if low < 0 or high >= known:
         raise ForedraftError(
-            f"this draft was made for another target ({made['name'] or made['model_type']}):\n  " + "\n  ".join(differences)
+            f"input_ids holds {low if low < 0 else high}, the target has embeddings for 0 to {known - 1}: is it this target's tokenizer?"
         )
-    if describe_target(target.config)["fingerprint"] != made["fingerprint"]:
-        warnings.warn("this draft was made for a target with another config; if acceptance is low, that is why", stacklevel=2)
-    if not draft.complete:
-        draft.take_head(target)
+
+
+def _check_settings(target: PreTrainedModel, settings: Mapping[str, Any]) -> None:
+    """Raises `ForedraftError` for what assisted generation does not do, or would do without the draft."""
+    mask, cache = settings.get("attention_mask"), settings.get("past_key_values")
+    if mask is not None and not bool(mask.all()):
+        raise ForedraftError("the attention mask hides tokens of the prompt: pass the prompt without padding")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ForedraftError(
+            "past_key_values already holds tokens whose hidden states the draft has not seen: pass the whole prompt instead"
+        )
+    given = settings.get("generation_config") or target.generation_config
+    for name in ("num_beams", "num_return_sequences"):
+        if (count := settings.get(name, getattr(given, name, None)) or 1) > 1:
+            raise ForedraftError(f"{name}={count}: a draft decodes one sequence at a time, greedy or sampled; set it to 1")
+    for name in ("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "custom_generate"):
+        if settings.get(name, getattr(given, name, None)):
+            raise ForedraftError(f"{name}: this way of decoding takes no draft; leave it out, or decode by target.generate")
 
 
 class _AtEveryToken(StoppingCriteria):

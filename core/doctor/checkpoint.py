@@ -1,6 +1,5 @@
 """A draft's directory as it lies on disk, ours or a peer's, read without trust: what is malformed becomes a finding."""
 
-import json
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ForedraftError
+from ..reading import read_json
+from ..writing import finish
 from .finding import Finding
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 INDEXES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
 SIDE_FILE = "mask_embedding.pt"
 """Beside some DFlash drafts: the embedding of the mask token, which engines read."""
-MAX_JSON = 64 * 2**20
-"""Bytes; an index of a hundred thousand tensors has a tenth of that."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Checkpoint:
         path = Path(path)
         if not path.is_dir():
             raise ForedraftError(f"'{path}' is no directory: name the one that holds the draft's config.json and weights")
+        finish(path)
         reader = _Reader(path)
         config = reader.json(path / "config.json", "config-json")
         return cls(path, config, reader.tensors(), tuple(reader.findings), reader.doubles, reader.pickled)
@@ -95,17 +95,9 @@ class _Reader:
     def json(self, file: Path, kind: str) -> dict[str, Any]:
         """The object in a JSON file; {} with a finding where there is none."""
         try:
-            if not file.is_file():
-                problem = f"there is no {file.name}"
-            elif (size := file.stat().st_size) > MAX_JSON:
-                problem = f"{file.name} has {size} bytes"
-            else:
-                fields = json.loads(file.read_text(encoding="utf-8"))
-                if isinstance(fields, dict):
-                    return fields
-                problem = f"{file.name} holds {type(fields).__name__}, expected an object"
-        except (ValueError, OSError, RecursionError) as error:
-            problem = f"{file.name} is no JSON: {str(error)[:200]}"
+            return read_json(file)
+        except ForedraftError as error:
+            problem = str(error)
         self._error(kind, problem, "no engine loads the draft", "get the file anew from where the draft comes from")
         return {}
 

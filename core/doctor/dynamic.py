@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..data import DraftCollator
 from ..decoding import DraftingStats, generate, load_prompts
 from ..decoding.evaluate import Prompt, encode
-from ..decoding.generate import check_pair
 from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..loading import PLAIN, Loading
 from ..losses import estimated_tau
+from ..pairing import check_pair
 from ..target import Signal, Target, load_target, load_tokenizer
 from .finding import Finding, error, note, warning
 from .subject import Subject

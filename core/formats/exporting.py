@@ -10,10 +10,13 @@ from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..auto import auto_draft
-from ..checkpoint import WEIGHTS, read_config
-from ..draft import TARGET_HEAD, BaseDraft
+from ..checkpoint import WEIGHTS
+from ..draft import BaseDraft
 from ..errors import ForedraftError, nearest
 from ..hub import find_draft
+from ..layouts import TARGET_HEAD
+from ..protocols import tokens_to_draft
+from ..reading import read_config
 from ..registry import Registry
 from ..writing import check_new, replacing
 from .peers import KINDS
@@ -82,11 +85,7 @@ def speculators(draft: BaseDraft, num_draft_tokens: int | None) -> dict[str, Any
             f"speculators has no model for this draft, by algorithm '{config.foredraft['algorithm']}': it {reason}\n"
             f"  it has {', '.join(k.name for k in KINDS)}, of Llama- and Qwen3-shaped layers"
         )
-    options = config.foredraft["options"]
-    most = options.get("num_depths") or options.get("block_size", 0) - 1
-    if most > 0 and (num_draft_tokens or 0) > most:
-        raise ForedraftError(f"{num_draft_tokens} draft tokens: this draft makes at most {most} at once")
-    tokens = num_draft_tokens or (most if most > 0 else 4)
+    tokens = tokens_to_draft(num_draft_tokens, draft.algorithm.max_tokens if draft.algorithm else None)
     layers = {name: fields[name] for name in LAYER_FIELDS if name in fields}
     if config.num_aux_hidden_states != 3:  # vLLM sizes fc by it, and looks for it here only
         layers["num_aux_hidden_states"] = config.num_aux_hidden_states

@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ForedraftError, describe_validation
+from ..reading import Size, Strict, Token
 
-# Larger than any model's; small enough that a product of two fits 64 bits.
-Size = Annotated[int, Field(ge=1, le=2**24)]
-Token = Annotated[int, Field(ge=0, le=2**31)]
 Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Layers = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(min_length=1, max_length=1000)]
 Factors = Annotated[list[Number], Field(max_length=4096)]
@@ -32,12 +30,6 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
 }
 """Frequency scalings of the rotary embedding, and what each needs."""
-
-
-class Strict(BaseModel):
-    """Types as they stand (no "64" for 64); fields that no draft of ours depends on are skipped."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
 class Rope(Strict):

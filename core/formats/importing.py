@@ -13,11 +13,11 @@ from transformers import PretrainedConfig
 from ..auto import make_algorithm
 from ..checkpoint import save_draft
 from ..doctor import SIDE_FILE, Checkpoint
-from ..draft import TARGET_HEAD, BaseDraft
+from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..grouped_query import GroupedQueryDraft
 from ..hub import find_draft
-from ..layouts import MOST
+from ..layouts import MOST, TARGET_HEAD
 from ..loading import PLAIN, Loading
 from ..protocols import AlgorithmBase
 from ..registry import Registry, default_registry

@@ -17,10 +17,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from ..data import DraftCollator
-from ..decoding.generate import check_pair
 from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..losses import estimated_tau
+from ..pairing import check_pair, remember, warn_of_other
+from ..reading import check_fields, read_config
 from ..target import Target, place
 from .alone import alone_in
 from .arguments import check_training
@@ -88,6 +89,7 @@ class DraftTrainer(Trainer):
         self.target = target if isinstance(target, Target) else Target(target, model.config.aux_layers)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(kwargs.get(name), model.config.vocab_size, name)
+        remember(model.config, self.target.model)
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self._bad_rows: Tensor | None = None
         kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed))
@@ -115,7 +117,10 @@ class DraftTrainer(Trainer):
                 resume_from_checkpoint = str(newest) if newest is not None else None
             if not resume_from_checkpoint:  # else the weights are the checkpoint's
                 check_ready(self.model, self.target, self.train_dataset)
-            elif self._has_made_all_steps(str(resume_from_checkpoint)):
+            else:
+                made = check_fields(read_config(str(resume_from_checkpoint)), str(resume_from_checkpoint)).foredraft
+                warn_of_other(made.target.model_dump(), self.target.model)
+            if resume_from_checkpoint and self._has_made_all_steps(str(resume_from_checkpoint)):
                 return TrainOutput(self.state.global_step, 0.0, {})
             self.data_collator.epoch = 0
             out = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
