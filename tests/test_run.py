@@ -14,6 +14,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from foredraft import ForedraftError, auto_draft, save_draft
+from foredraft.cli import main
+from foredraft.describe import describe
 from foredraft.formats import export_draft
 from foredraft.training.alone import alone_in
 from foredraft.training.run import train
@@ -203,3 +205,30 @@ def test_eval_data(fields: dict[str, Any], tmp_path: Path, capsys: pytest.Captur
     draft = train(RunConfig.check(fields))
     assert "training data: 4 conversations in" in capsys.readouterr().out
     assert "eval_loss" in json.loads((draft.parent / "training.json").read_text())["history"][-1]
+
+
+def test_an_untrained_draft(
+    fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`foredraft init` writes what a run of the same settings starts from."""
+
+    def init(*asked: str) -> str:
+        monkeypatch.setattr("sys.argv", ["foredraft", "init", fields["target"], str(tmp_path / "fresh"), *asked])
+        with pytest.raises(SystemExit):
+            main()
+        return "".join(capsys.readouterr())
+
+    data = ("--data", fields["data"]["train"], "--max-length", "64")
+    out = init("ttt_steps=2", "draft_vocab_size=100", "aux_layers=[1,2,3]", *data)
+    told = "from the target: embedding, head, final norm, 9 of 10 layer tensors; the draft vocabulary of 100 tokens covers 100.0%"
+    assert told in out
+    assert "vocabulary 100, 100.0% of the supervised tokens" in describe(str(tmp_path / "fresh"))["draft"]
+    still = {"max_steps": 1, "learning_rate": 0.0, "save_strategy": "no"}
+    run = {**fields, "draft_vocab_size": 100, "aux_layers": [1, 2, 3], "training": still}
+    ours, theirs = (auto_draft(path).state_dict() for path in (tmp_path / "fresh", train(RunConfig.check(run))))
+    assert_close(ours, theirs, rtol=0, atol=0)
+    assert told in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["start"].startswith(told)
+    refused = init("draft_vocab_size=100", "ttt_stps=3")
+    for why in ("is there already", "name some (--data)", "did you mean 'ttt_steps'"):
+        assert why in refused

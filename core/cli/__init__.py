@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import ForedraftError, printable
-from . import data, decode, doctor, draw, formats, inspect, new, serve, train
+from . import data, decode, doctor, draw, formats, init, inspect, new, serve, train
 
 app = typer.Typer(
     name="foredraft",
@@ -18,7 +18,7 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
-for module in (train, decode, serve, doctor, data, inspect, draw, formats, new):
+for module in (train, init, decode, serve, doctor, data, inspect, draw, formats, new):
     module.add_to(app)
 
 

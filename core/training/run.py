@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import set_seed
+from transformers import PretrainedConfig, set_seed
 
 from ..auto import auto_draft
 from ..card import public_name
 from ..checkpoint import save_draft, write_text
 from ..data import Conversations, pack
-from ..errors import ForedraftError
+from ..draft import BaseDraft
+from ..errors import ForedraftError, gathering
 from ..target import Target, load_config, load_target, load_tokenizer
+from ..writing import check_new
 from .alone import alone_in
 from .cache import CachedTarget
-from .checks import check_run, open_start, sources
+from .checks import check_draft, check_run, open_start, sources
 from .inputs import check_rows
 from .plot import plot_training
 from .resume import LENGTH, digest, earlier_run, latest_complete, note
@@ -60,14 +62,7 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
             print(f"{key} was {was}, is {now}: from here the learning rate is that of a run of this length", flush=True)
     model = load_target(config.target, config.target_dtype, config)
     set_seed(arguments.seed)
-    draft = begun or auto_draft(
-        model.config,
-        config.algorithm,
-        adapter=config.adapter,
-        aux_layers=tuple(config.aux_layers) if config.aux_layers else None,
-        draft_vocab_size=config.draft_vocab_size,
-        **config.options,
-    )
+    draft = begun or _fresh(config, model.config)
     for text in () if begun else draft.assumed(model.config.get_text_config()):
         print(f"assumed: {text}", flush=True)
     named = [public_name(source) for source in sources(config.data.train)]
@@ -94,6 +89,42 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
         note(config, rows, finished=True)
     trainer.accelerator.wait_for_everyone()
     return finished
+
+
+def init(config: RunConfig, with_data: bool) -> str:
+    """Write the untrained draft that a run would start from to its output_dir; its vocabulary is chosen `with_data` of the run, or whole.
+
+    Returns what it took over from the target. Raises `ForedraftError` for what does not fit, and for a place that is taken.
+    """
+    problems: list[str] = []
+    with gathering(problems):
+        check_new(config.output_dir)
+    check_draft(config, problems)
+    if config.draft_vocab_size is not None and not with_data:
+        problems.append(f"draft_vocab_size={config.draft_vocab_size}: a reduced vocabulary is chosen by what data uses: name some (--data)")
+    if problems:
+        raise ForedraftError("\n".join(problems))
+    rows = None
+    if with_data:
+        tokenizer = load_tokenizer(config.target, config)
+        rows = pack(load_split(config.data)[0], tokenizer, config.data.max_length)
+    model = load_target(config.target, config.target_dtype, config)
+    set_seed(DraftTrainingArguments.seed)
+    draft = _fresh(config, model.config)
+    started = draft.start_from(model, rows)
+    save_draft(draft, config.output_dir)
+    return started
+
+
+def _fresh(config: RunConfig, target: PretrainedConfig) -> BaseDraft:
+    return auto_draft(
+        target,
+        config.algorithm,
+        adapter=config.adapter,
+        aux_layers=tuple(config.aux_layers) if config.aux_layers else None,
+        draft_vocab_size=config.draft_vocab_size,
+        **config.options,
+    )
 
 
 def load_split(data: DataConfig, eval_data: list[str] | str | None = None) -> tuple[Conversations, Conversations]:
