@@ -72,6 +72,7 @@ class VLLM(EngineBase):
             text = "d2t is there, though draft_vocab_size is the target's"
             found.append(Finding("vllm-d2t", "error", text, "vLLM knows no such parameter and refuses the draft", "leave d2t and t2d out"))
         if self.speculative_config(checkpoint.config, "", 1)["method"] == "eagle3":
+            found += _fc_width(checkpoint.config)
             for layer in layers_without("input_layernorm", names):
                 breaks, mend = "vLLM leaves that norm's weight at 1", f"save {layer}.hidden_norm.weight under this name, too"
                 found.append(Finding("vllm-upper-norm", "error", f"no {layer}.input_layernorm.weight", breaks, mend))
@@ -80,6 +81,22 @@ class VLLM(EngineBase):
 
 def _speculators_type(config: Config) -> str:
     return str(config.get("speculators_model_type") or "")
+
+
+def _fc_width(config: Config) -> "list[Finding]":
+    """It sizes fc by the number of aux layers, for which it does not look everywhere."""
+    from foredraft.doctor import Finding
+
+    inner = config.get("transformer_layer_config")
+    eagle = config.get("eagle_config")
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    counted = (inner if isinstance(inner, dict) else config).get("num_aux_hidden_states")
+    twice = isinstance(eagle, dict) and eagle.get("eagle_aux_hidden_state_layer_ids")
+    if not isinstance(ids, list) or len(ids) == 3 or counted or twice or "Qwen3" in architecture_of(config):
+        return []
+    where = "transformer_layer_config" if inner else "config.json"
+    text = f"{len(ids)} aux layers, and no num_aux_hidden_states in {where}"
+    return [Finding("vllm-aux-count", "error", text, "vLLM makes fc for 3 aux states and fails while it loads", f"write {len(ids)} there")]
 
 
 def _refuses_latent(config: Config) -> str | None:

@@ -160,7 +160,8 @@ def speculators(config: Config, state: Tensors) -> None:
     inner, flags = dict(config), ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
     outer = {name: inner.pop(name) for name in flags}
     plain(inner)
-    outer |= {"speculators_model_type": "eagle3", "speculators_config": {"algorithm": "eagle3"}, "transformer_layer_config": inner}
+    methods = {"algorithm": "eagle3", "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}]}
+    outer |= {"speculators_model_type": "eagle3", "speculators_config": methods, "transformer_layer_config": inner}
     inner.pop("architectures")
     config.clear()
     config.update(outer)
@@ -188,6 +189,24 @@ def test_a_sound_draft_of_a_peer_has_no_findings(
     draft = rewritten(sound(algorithm, reduced=algorithm != "dflash"), tmp_path / "draft", form)
     assert serious(examine(draft)) == set()
     assert serious(examine(draft, target("llama"))) == set()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c, s: c.pop("speculators_config"),
+        lambda c, s: c["speculators_config"].clear(),
+        lambda c, s: c["transformer_layer_config"].pop("model_type"),
+        lambda c, s: c.update(model_type="eagle3"),
+        lambda c, s: c["speculators_config"]["proposal_methods"][0].update(speculative_tokens=0),
+    ],
+)
+def test_a_broken_speculators_config_is_named(change: Break, sound: Callable[..., Path], tmp_path: Path) -> None:
+    def both(config: Config, state: Tensors) -> None:
+        speculators(config, state)
+        change(config, state)
+
+    assert serious(examine(rewritten(sound("eagle31", reduced=True), tmp_path / "draft", both))) == {"speculators-config"}
 
 
 def test_pickled_weights_are_read_like_others(sound: Callable[..., Path], tmp_path: Path) -> None:
@@ -432,7 +451,7 @@ BROKEN: list[tuple[str, str, bool, Break]] = [
     ("rope-other", "eagle3", False, other_theta),
     ("rope-fields", "eagle3", False, scaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)),
     ("rope-original", "eagle3", False, scaling(rope_type="yarn", factor=4.0)),
-    ("rope-missing", "eagle3", False, lambda c, s: [c.pop(n) for n in ("rope_theta", "rope_parameters")]),
+    ("rope-missing", "eagle3", False, unrecorded(lambda c, s: [c.pop(n) for n in ("rope_theta", "rope_parameters")])),
     ("rope-theta", "eagle3", False, setting("rope_theta", value="much")),
     ("mask-token-missing", "peagle", False, lambda c, s: [c.pop(n) for n in ("mask_token_id", "ptd_token_id", "pard_token")]),
     ("mask-token-range", "peagle", False, setting("mask_token_id", value=50)),

@@ -67,6 +67,30 @@ def types(s: Subject) -> Iterator[Finding]:
         )
 
 
+def speculators(s: Subject) -> Iterator[Finding]:
+    """Of the speculators format: the parts by which vLLM knows it and what it asks of them."""
+    config = s.draft.config
+    if "speculators_model_type" not in config:
+        return
+    inner, outer = as_mapping(config.get("transformer_layer_config")), as_mapping(config.get("speculators_config"))
+    methods = outer.get("proposal_methods")
+    first = as_mapping(methods[0]) if isinstance(methods, list) and methods else {}
+    problems = {
+        "transformer_layer_config is missing": not inner,
+        "transformer_layer_config names no model_type": inner and not inner.get("model_type"),
+        "speculators_config is missing": not outer,
+        "a model_type stands at the top level": config.get("model_type") not in (None, "speculators"),
+        "proposal_methods names no number of speculative_tokens": outer and as_integer(first.get("speculative_tokens"), 1) is None,
+    }
+    if found := [problem for problem, there in problems.items() if there]:
+        yield error(
+            "speculators-config",
+            "; ".join(found),
+            "vLLM does not take it for a draft in the speculators format, or fails while it reads it",
+            "write these as speculators does",
+        )
+
+
 def layers(s: Subject) -> Iterator[Finding]:
     """The draft's own layer count."""
     stated, held = s.integer("num_hidden_layers"), len(s.layers)
@@ -92,15 +116,17 @@ def aux_layers(s: Subject) -> Iterator[Finding]:
             "feeds the draft other layers than it was trained on",
             "write the layers of the training in both conventions",
         )
-    elif (made := s.saved.get("eagle_aux_hidden_state_layer_ids")) and s.aux_layers and next(iter(s.aux_layers.values())) != made:
-        yield error(
-            "aux-other",
-            f"as hidden_states indices, {shown}; the draft was saved with {str(made)[:80]}",
-            "the draft reads other layers of the target than it was trained on",
-            f"write {str(made)[:80]}, and one less each inside eagle_config and dflash_config",
-        )
+    made = s.saved.get("eagle_aux_hidden_state_layer_ids")
     for name, ids in list(s.aux_layers.items())[:1]:
-        yield from _aux_layers(s, name, ids)
+        found = list(_aux_layers(s, name, ids))
+        yield from found
+        if made and all(others == ids != made for others in s.aux_layers.values()) and not found:
+            yield error(
+                "aux-other",
+                f"as hidden_states indices, {shown}; the draft was saved with {str(made)[:80]}",
+                "the draft reads other layers of the target than it was trained on",
+                f"write {str(made)[:80]}, and one less each inside eagle_config and dflash_config",
+            )
     if not s.aux_layers and s.chunks is not None and not s.single_feature:
         report = error if s.chunks != 3 else note
         yield report(
@@ -298,7 +324,12 @@ def recorded(s: Subject) -> dict[str, Any]:
 
 def record(s: Subject) -> Iterator[Finding]:
     """Fields that differ from what foredraft recorded when it made the draft."""
-    changed = [(name, s.fields.get(name), then) for name, then in recorded(s).items() if (s.fields.get(name) or False) != (then or False)]
+    found = {name: (s.fields.get(name), then) for name, then in recorded(s).items()}
+    changed = [
+        (name, now, then)
+        for name, (now, then) in found.items()
+        if (now or False) != (then or False) and not (now is None and name in NEEDED) and (now is None or TYPES.get(name, bool)(now))
+    ]
     if changed:
         yield error(
             "record-disagrees",
@@ -332,4 +363,4 @@ def foreign(s: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (types, layers, aux_layers, features, mask_token, mask_hidden, activation, sliding_window, record, foreign)
+CHECKS = (types, speculators, layers, aux_layers, features, mask_token, mask_hidden, activation, sliding_window, record, foreign)

@@ -73,8 +73,8 @@ def mend(
     check_new(out)
     if unread := [f.found for f in subject.draft.findings]:
         raise ForedraftError(f"'{subject.draft.path}' cannot be mended, as it could not be read: {unread[0]}")
-    asked, tried = {f.id for f in findings} & set(MENDS), set()
-    found, done, dropped = examine_subject(subject), [], []
+    asked, tried = {f.id for f in findings} & set(MENDS), set[str]()
+    found, done, dropped = examine_subject(subject), list[str](), list[str]()
     before = accepted(subject) if accepted else None
     while id := next((f.id for f in found if f.id in asked - tried), None):
         tried.add(id)

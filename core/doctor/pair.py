@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .finding import Finding, error, note, warning
+from .origin import nearest
 from .subject import Subject, as_integer, as_mapping
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def head(s: Subject) -> Iterator[Finding]:
         yield note("head-fresh", "lm_head looks like random numbers: all rows are equally long", "if so, it drafts noise", "use --target")
         return
     fits = ids is not None and theirs.shape[1:] == mine.shape[1:] and int(ids.max()) < len(theirs)
-    if fits and (close := likeness(mine, theirs[ids])) < 0.1:
+    if fits and (close := likeness(mine, theirs[ids])) < 0.1 and not bool(nearest(mine, theirs)[2].float().mean() > 0.5):
         yield error(
             "head-random",
             f"lm_head looks random, and is not like the target's (mean cosine {close:.2f})",
@@ -96,10 +97,10 @@ def geometry(s: Subject) -> Iterator[Finding]:
     except Exception:  # whatever a config by someone else makes a loader raise
         return
     names = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    mine = [s.integer(name) for name in names]
+    mine = [s.integer(name) or 0 for name in names]
     mine[1], mine[2] = mine[1] or mine[0], mine[2] or (s.hidden_size or 0) // (mine[0] or 1)
-    wanted = [as_integer(theirs[name]) for name in names]
-    if None not in (*mine, *wanted) and mine != wanted and all(mine[i] * mine[2] == wanted[i] * wanted[2] for i in (0, 1)):
+    wanted = [as_integer(theirs[name]) or 0 for name in names]
+    if all((*mine, *wanted)) and mine != wanted and all(mine[i] * mine[2] == wanted[i] * wanted[2] for i in (0, 1)):
         yield warning(
             "heads-target",
             f"the draft has {mine[0]} heads of {mine[2]} ({mine[1]} of keys), the target {wanted[0]} of {wanted[2]} ({wanted[1]})",

@@ -17,7 +17,7 @@ def spellings(s: Subject) -> Iterator[Finding]:
     old = as_mapping(s.fields.get("rope_scaling"))
     if not s.layers:
         return
-    if not new and theta is None:
+    if not new and theta is None and not s.saved:
         yield warning(
             "rope-missing",
             "the config states no rope_theta",
@@ -77,7 +77,7 @@ def scaled(s: Subject) -> Iterator[Finding]:
 
 def recorded(s: Subject) -> Iterator[Finding]:
     """The rotary parameters against those that the draft was saved with."""
-    if s.layers and altered(s):
+    if s.layers and altered(s) and not any(f.severity == "error" for f in (*spellings(s), *scaled(s))):
         yield error(
             "rope-other",
             f"RoPE is {_short(draft_rope(s))}, saved with {_short(s.saved['rope_parameters'])}",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 HARMLESS = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 """Ends of names that loaders skip on purpose."""
+NORMED = tuple(f"{norm}.weight" for norm in QK_NORM)
 TABLES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 """Rows are tokens: told with the sizes of the vocabulary."""
 BIAS = re.compile(r"layers\.\d+\.(self_attn|mlp)\.\w+\.bias")
@@ -29,7 +30,9 @@ def names(s: Subject) -> Iterator[Finding]:
         return
     needed, allowed = _expected(s)
     both = {*s.names, *needed, *allowed}
-    elsewhere = {*TABLES[1:]} | {n for n in both if n.startswith(FLAGGED) or BIAS.fullmatch(n)}
+    elsewhere = {*TABLES[1:], *(n for n in s.names if any(qk_norms(s)) and n.endswith(NORMED))} | {
+        n for n in both if n.startswith(FLAGGED) or BIAS.fullmatch(n)
+    }
     if s.miscounted:
         stated = s.integer("num_hidden_layers") or 0
         elsewhere |= {n for n in both if (i := layer_of(n)) is not None and (i not in s.layers or i >= stated)}
@@ -48,7 +51,7 @@ def names(s: Subject) -> Iterator[Finding]:
             "set the flags in config.json that ask for them, or leave them out of the file",
         )
     wanted = {n: (None, *asked[1:]) if n in TABLES else asked for n, asked in {**allowed, **needed}.items() if asked}
-    if shapes := [(n, s.shape(n), wanted[n]) for n in s.names if n in wanted and not _fits(s.shape(n), wanted[n])]:
+    if shapes := [(n, s.shape(n), wanted[n]) for n in s.names if n in wanted and n != "mask_hidden" and not _fits(s.shape(n), wanted[n])]:
         yield error(
             "tensors-shape",
             _few(
@@ -219,7 +222,7 @@ def qk_norms(s: Subject) -> Iterator[Finding]:
     """Norms on queries and keys in a draft whose architecture has none."""
     architecture = architecture_of(s.draft.config)
     layout = LAYOUTS.get(architecture) or (LAYOUTS["LlamaForCausalLMEagle3"] if "Llama" in architecture else None)
-    there = sorted(name for name in s.names if name.endswith(tuple(f"{norm}.weight" for norm in QK_NORM)))
+    there = sorted(name for name in s.names if name.endswith(NORMED))
     if layout and there and QK_NORM[0] not in layout[1] and architecture_of(s.fields) == architecture:
         yield error(
             "qk-norm-architecture",
