@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from tiny import TOKENS, tiny_draft, tiny_rows, tiny_target, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from foredraft import ForedraftError, auto_draft, save_draft
+from foredraft import DraftCollator, ForedraftError, Target, auto_draft, save_draft
 from foredraft.cli import app
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.doctor import Checkpoint, Finding, Subject, ask_engines, dynamic, examine, mend, open_subject, suspects, tensors
+from foredraft.doctor.bench import Bench, answers
 from foredraft.doctor.examine import CHECKS
+from foredraft.doctor.finding import note, warning
 from foredraft.doctor.mend import MENDS
+from foredraft.doctor.suspects import Variant
 from foredraft.engines import EngineBase
 
 SHAPE = {
@@ -693,94 +697,149 @@ def test_mending_overwrites_nothing_and_guesses_nothing(sound: Callable[..., Pat
 
 # Running the draft.
 
-Pair = tuple[Any, Any, list[torch.Tensor]]
+Pair = tuple[Bench, Any]
 NEW = 16
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"ttt_steps": 3, "norm_before_residual": True},
+    "eagle31": {"ttt_steps": 3, "draft_vocab_size": 46},
+    "dflash": {"num_layers": 1, "block_size": 4},
+    "medusa": {"num_heads": 3},
+}
 
 
 @pytest.fixture(scope="module")
 def pair() -> Callable[[str], Pair]:
-    """A random target, prompts, and a draft that has learned the target's answers to them."""
+    """A random target's answers, on which drafts are measured, and a draft that has learned them."""
     model = tiny_target(eos_token_id=None)
     torch.nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)  # as trained norms are: applied twice, they differ
     prompts = list(torch.randint(0, 48, (4, 1, 6), generator=torch.Generator().manual_seed(1)))
+    texts = answers(model, prompts, NEW)
+    rows = [
+        {"input_ids": ids.tolist(), "documents": [0] * len(ids), "spans": [-1] * 6 + [0] * NEW, "row": i}
+        for i, (ids, _) in enumerate(texts)
+    ]
     made: dict[str, Any] = {}
-    options = {"eagle31": {"ttt_steps": 3}, "dflash": {"num_layers": 1, "block_size": 4}, "medusa": {"num_heads": 3}}
 
     def get(algorithm: str) -> Pair:
         if algorithm not in made:
-            draft = tiny_draft(model, algorithm, **options[algorithm], draft_vocab_size=46 if algorithm == "eagle31" else None)
-            bench = dynamic.Bench(model, draft, prompts, NEW)
-            batch, signal = bench.batch, bench.signal(draft.config.aux_layers)
+            draft = tiny_draft(model, algorithm, **OPTIONS[algorithm])
+            batch = DraftCollator(draft.algorithm)(rows)
+            signal = Target(model, draft.config.aux_layers).capture(batch)
             optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-2)
             for _ in range(100):
                 draft(batch, signal, batch["counts"])["loss"].backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            made[algorithm] = draft.eval()
-        return model, copy.deepcopy(made[algorithm]), prompts
+            made[algorithm] = draft.eval(), Bench(model, draft, texts)
+        draft, bench = made[algorithm]
+        return bench, copy.deepcopy(draft)
 
     return get
 
 
-@pytest.mark.parametrize("algorithm", ["eagle31", "dflash", "medusa"])
+@pytest.mark.parametrize("algorithm", OPTIONS)
 def test_a_trained_draft_has_no_suspects(algorithm: str, pair: Callable[[str], Pair]) -> None:
-    assert [f.id for f in dynamic.run(*pair(algorithm), NEW)] == ["acceptance"]
+    assert [f.id for f in dynamic.run(*pair(algorithm))] == ["acceptance"]
 
 
-def shifted(draft: Any, by: int) -> None:
-    draft.config.eagle_aux_hidden_state_layer_ids = [i + by for i in draft.config.aux_layers]
+def flipped(draft: Any, name: str) -> Variant:
+    return Variant("", {name: not getattr(draft.config, name)})
 
 
-def other_mask(draft: Any) -> None:
-    draft.config.mask_token_id = 3
+def shifted(draft: Any, by: int) -> Variant:
+    return Variant("", {"eagle_aux_hidden_state_layer_ids": [i + by for i in draft.config.aux_layers]})
 
 
-def target_ids(draft: Any) -> None:
-    draft.d2t += torch.arange(len(draft.d2t))
+def target_ids(draft: Any) -> Variant:
+    return Variant("", state={"d2t": draft.d2t + torch.arange(len(draft.d2t))})
 
 
-def noise(draft: Any, module: str) -> None:
-    getattr(draft, module).weight.copy_(noisy(getattr(draft, module).weight))
+def noise(draft: Any, *names: str) -> Variant:
+    return Variant("", state={name: noisy(draft.state_dict()[name]) for name in names})
 
 
-SUSPECTED: list[tuple[str, str, Callable[[Any], None]]] = [
+def in_place_of(draft: Any, one: str, other: str) -> Variant:
+    state = draft.state_dict()
+    return Variant("", state={one: state[other], other: state[one]})
+
+
+def features_first(draft: Any) -> Variant:
+    state, width = draft.state_dict(), draft.config.hidden_size
+    return Variant("", state={n: state[n].roll(width, 1) for n in (f"layers.0.self_attn.{x}_proj.weight" for x in "qkv")})
+
+
+def reordered(draft: Any, *order: int) -> Variant:
+    chunks = draft.fc.weight.chunk(len(order), dim=1)
+    return Variant("", state={"fc.weight": torch.cat([chunks[i] for i in order], dim=1)})
+
+
+def by_pairs(draft: Any) -> Variant:
+    state, size = draft.state_dict(), draft.config.head_dim
+    names = ["layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"]
+    return Variant("", state={n: state[n].unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2) for n in names})
+
+
+SUSPECTED: list[tuple[str, str, Callable[[Any], Variant]]] = [
     ("aux", "medusa", lambda d: shifted(d, 1)),
     ("aux", "medusa", lambda d: shifted(d, -1)),
-    ("norms", "eagle31", suspects._flip_output),
+    ("norms", "eagle31", lambda d: flipped(d, "norm_output")),
+    ("norms", "eagle3", lambda d: flipped(d, "norm_before_residual")),
+    ("norms", "eagle3", lambda d: in_place_of(d, "layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight")),
     ("d2t", "eagle31", target_ids),
-    ("rope", "eagle31", lambda d: suspects._turn(d, {"rope_type": "default", "rope_theta": 2.0})),
-    ("order", "eagle31", suspects._swap_halves),
-    ("order", "medusa", suspects._reverse_chunks),
-    ("embedding", "eagle31", lambda d: noise(d, "embed_tokens")),
-    ("head", "dflash", lambda d: noise(d, "lm_head")),
-    ("mask-token", "dflash", other_mask),
+    ("rope", "eagle31", lambda d: Variant("", {"rope_parameters": {"rope_type": "default", "rope_theta": 2.0}})),
+    ("layout", "eagle31", by_pairs),
+    ("shape", "eagle3", lambda d: Variant("", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16})),
+    ("shape", "eagle3", lambda d: Variant("", {"rms_norm_eps": 1.0})),
+    ("swapped", "eagle31", lambda d: in_place_of(d, *(f"layers.0.self_attn.{x}_proj.weight" for x in "kv"))),
+    ("swapped", "eagle3", lambda d: in_place_of(d, *(f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up")))),
+    ("order", "eagle31", features_first),
+    ("order", "medusa", lambda d: reordered(d, 1, 2, 0)),
+    ("embedding", "eagle31", lambda d: noise(d, "embed_tokens.weight")),
+    ("head", "dflash", lambda d: noise(d, "lm_head.weight")),
+    ("mask-token", "dflash", lambda d: Variant("", {"mask_token_id": 3})),
+    ("noise", "eagle31", lambda d: noise(d, "fc.weight")),
 ]
 
 
 @pytest.mark.parametrize(("id", "algorithm", "change"), SUSPECTED, ids=[f"{s[0]}-{i}" for i, s in enumerate(SUSPECTED)])
-def test_the_suspect_that_fits_is_named(id: str, algorithm: str, change: Callable[[Any], None], pair: Callable[[str], Pair]) -> None:
-    model, draft, prompts = pair(algorithm)
-    with torch.no_grad():
-        change(draft)
-    found = dynamic.run(model, draft, prompts, NEW)
+def test_the_suspect_that_fits_is_named(id: str, algorithm: str, change: Callable[[Any], Variant], pair: Callable[[str], Pair]) -> None:
+    bench, draft = pair(algorithm)
+    found = dynamic.run(bench, change(draft).of(draft))
     assert [f.id for f in found] == [f"suspect-{id}", "acceptance"], [f.found for f in found]
     assert found[0].found.count("teacher-forced") == found[0].found.count("decoded") == 2, "both numbers, before and after"
 
 
 def test_a_draft_that_learned_nothing_is_low(pair: Callable[[str], Pair]) -> None:
-    model, draft, prompts = pair("medusa")
-    with torch.no_grad():
-        draft.fc.weight.copy_(noisy(draft.fc.weight))
-        for head in draft.heads:
-            head.weight.copy_(10 * noisy(head.weight))
-    assert [f.id for f in dynamic.run(model, draft, prompts, NEW)] == ["acceptance-low", "acceptance"]
+    bench, draft = pair("medusa")
+    broken = noise(draft, "fc.weight", *(f"heads.{i}.weight" for i in range(3))).of(draft)
+    assert [f.id for f in dynamic.run(bench, broken)] == ["acceptance-low", "acceptance"]
 
 
 def test_a_gap_between_training_and_decoding_is_named(pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding that ignores the draft past its first token."""
-    model, draft, prompts = pair("eagle31")
     monkeypatch.setattr(AutoregressiveDrafter, "_draft", lambda self, ids, hidden, visible: torch.zeros_like(hidden))
-    assert [f.id for f in dynamic.run(model, draft, prompts, NEW)] == ["acceptance-gap", "acceptance"]
+    assert [f.id for f in dynamic.run(*pair("eagle31"))] == ["acceptance-gap", "acceptance"]
+
+
+def test_a_cause_is_told_once(pair: Callable[[str], Pair]) -> None:
+    """What the files name and the run confirms is one finding; of causes that explain it equally well, none is named, or the files' one."""
+    bench, draft = pair("medusa")
+    found = [warning("aux-looks-zero-based", "0", "", ""), note("positions", "", "", "")]
+    told = dynamic.merged(found, dynamic.run(bench, shifted(draft, -1).of(draft), found))
+    assert [f.id for f in told] == ["aux-looks-zero-based", "positions", "acceptance"]
+    assert told[0].severity == "error"
+    assert "measured: τ" in told[0].found
+
+
+def test_causes_that_explain_it_equally_are_not_chosen_from(pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, draft = pair("medusa")
+    twin = replace(next(s for s in suspects.SUSPECTS if s.id == "aux"), id="other", named=("other-",))
+    monkeypatch.setattr(dynamic, "SUSPECTS", (*suspects.SUSPECTS, twin))
+    broken = shifted(draft, 1).of(draft)
+    assert [f.id for f in dynamic.run(bench, broken)] == ["suspects-close", "acceptance"]
+    assert [f.id for f in dynamic.run(bench, broken, [note("other-files", "", "", "")])] == ["suspect-other", "acceptance"]
 
 
 # The command.
@@ -804,9 +863,12 @@ def doctor(*arguments: Any) -> tuple[int, dict[str, Any]]:
 
 def test_the_command_measures_and_mends(served: Path) -> None:
     (served / "prompts.jsonl").write_text(json.dumps({"prompt": "hello"}))
-    status, told = doctor(served / "draft", "--target", served / "target", "--prompts", served / "prompts.jsonl")
+    asked = [str(served / "draft"), "--target", str(served / "target"), "--prompts", str(served / "prompts.jsonl")]
+    result = CliRunner().invoke(app, ["doctor", *asked, "--json"])
+    status, told, progress = result.exit_code, json.loads(result.stdout), result.stderr
     assert status == 0
     assert "acceptance" in {f["id"] for f in told["findings"]}
+    assert f"trying what may be wrong: {len(suspects.SUSPECTS)} of {len(suspects.SUSPECTS)}" in progress
     broken = rewritten(served / "draft", served / "broken", setting("rope_theta", value=1.0))
     status, told = doctor(broken, "--target", served / "target", "--no-measure")
     assert (status, [f["id"] for f in told["findings"] if f["severity"] == "error"]) == (1, ["rope-spellings"])

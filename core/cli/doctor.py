@@ -34,7 +34,7 @@ def doctor(
 
     from transformers.utils import logging
 
-    from ..doctor import ask_engines, examine_subject, measured, mend, open_subject, worst_first
+    from ..doctor import Runner, ask_engines, examine_subject, mend, merged, open_subject, worst_first
     from ..errors import ForedraftError
     from ..registry import default_registry
 
@@ -44,8 +44,9 @@ def doctor(
 
     def findings(path: str | Path) -> "list[Finding]":
         subject = open_subject(path, target, loading.revision)
-        static = [*examine_subject(subject), *ask_engines(subject.draft, engines, asked=bool(engine))]
-        return worst_first([*static, *(measured(subject, prompts, loading) if measure and subject.target else [])])
+        static = examine_subject(subject)
+        ran = runner.findings(subject, static) if measure and target else []
+        return worst_first(merged([*static, *ask_engines(subject.draft, engines, asked=bool(engine))], ran))
 
     def show(path: str | Path) -> None:
         if as_json:
@@ -54,10 +55,11 @@ def doctor(
             _show(found, done, fix)
 
     done: list[str] = []
+    runner = Runner(prompts, loading, show=True)
     found = findings(draft)
     if fix is not None:
         try:
-            done = mend(open_subject(draft, target, loading.revision), found, fix)
+            done = mend(open_subject(draft, target, loading.revision), found, fix, runner.accepted if measure and target else None)
             found = findings(fix)
         except ForedraftError:
             show(draft)

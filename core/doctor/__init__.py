@@ -1,7 +1,7 @@
 """Whether a draft is sound, before it is served: `foredraft doctor`."""
 
 from .checkpoint import SIDE_FILE, Checkpoint, TensorInfo
-from .dynamic import measured
+from .dynamic import Runner, measured, merged
 from .examine import ask_engines, examine, examine_subject, open_subject, worst_first
 from .finding import Finding
 from .mend import mend
@@ -11,6 +11,7 @@ __all__ = [
     "SIDE_FILE",
     "Checkpoint",
     "Finding",
+    "Runner",
     "Subject",
     "TensorInfo",
     "ask_engines",
@@ -18,6 +19,7 @@ __all__ = [
     "examine_subject",
     "measured",
     "mend",
+    "merged",
     "open_subject",
     "worst_first",
 ]

@@ -1,27 +1,25 @@
 """The dynamic check: the draft runs on text of its target, as in training and as in serving, and so do variants with one thing changed."""
 
-import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from ..data import DraftCollator
-from ..decoding import DraftingStats, generate, load_prompts
+from ..decoding import load_prompts
 from ..decoding.evaluate import Prompt, encode
 from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..loading import PLAIN, Loading
-from ..losses import estimated_tau
-from ..pairing import check_pair
-from ..target import Signal, Target, load_target, load_tokenizer
+from ..progress import Progress
+from ..target import load_target, load_tokenizer
+from .bench import Acceptance, Bench, Forced, Text, answers
+from .examine import ORDER
 from .finding import Finding, error, note, warning
 from .subject import Subject
-from .suspects import SUSPECTS
+from .suspects import SUSPECTS, Suspect
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -32,93 +30,161 @@ PROMPTS = (
 NEW_TOKENS = 64
 LOW = 1.3
 """τ below which a draft is hardly worth its cost."""
-GAIN = 0.3
-"""A variant fits if it wins this share of the tokens that the draft as it is misses,"""
-RATIO = 0.5
-"""or this share of those that it gets right."""
+CERTAIN = 3.0
+"""Standard errors, over the samples of the texts, by which a variant must be better."""
+GAIN = 0.2
+"""Tokens per target pass that it must gain,"""
+NATS = 0.1
+"""or nats per drafted token, which tell where hardly anything is accepted, too."""
+LARGE = 0.5
+"""A gain of so many tokens per target pass, or of this share of those that were accepted, is an error's."""
+CLOSE = 0.9
+"""A variant that gains this share of what the best one gains explains it as well,"""
+APART = 2.0
+"""unless the samples tell them apart by so many standard errors, in chance or in nats."""
 GAP = 0.35
 """Share of the teacher-forced drafted tokens that decoding may lose: its estimate takes steps for independent."""
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """How much of a draft is accepted."""
-
-    forced: list[float]
-    """Per drafting step, the share of text positions at which the draft's top token is the target's, fed with the text."""
-    decoded: list[float]
-    """In greedy decoding, the share of drafts whose token at that place was accepted, and so all before it."""
-
-    @property
-    def forced_tau(self) -> float:
-        """Tokens per target pass that the teacher-forced shares promise."""
-        return estimated_tau(self.forced)
-
-    @property
-    def decoded_tau(self) -> float:
-        """Tokens per target pass in decoding, wherever as many tokens could be drafted: answers end in shorter drafts."""
-        return 1 + sum(self.decoded)
-
-    def __str__(self) -> str:
-        return f"τ {self.forced_tau:.2f} teacher-forced, {self.decoded_tau:.2f} decoded"
-
-
-def measured(subject: Subject, prompts: str | Path | None = None, loading: Loading = PLAIN) -> list[Finding]:
+def measured(subject: Subject, prompts: str | Path | None = None, loading: Loading = PLAIN, found: Sequence[Finding] = ()) -> list[Finding]:
     """What running the draft with its target finds; a note where one of them cannot be run. A peer's draft is read into ours first.
 
-    Raises `ForedraftError` if the file of prompts cannot be read.
+    `found` is what the files tell: see `run`. Raises `ForedraftError` if the file of prompts cannot be read.
     """
-    if subject.target is None or not subject.target.tensors:
-        return [_unmeasured("no weights of the target are at hand")]
-    if subject.quantised:
-        return [_unmeasured(subject.quantised)]
-    from ..formats import open_draft
+    return Runner(prompts, loading).findings(subject, found)
 
-    target_path = str(subject.target.path)
-    try:
-        tokenizer, target = load_tokenizer(target_path, loading), load_target(target_path, "auto", loading).eval()
-        draft = open_draft(subject.draft.path, target_path, loading=loading).to(target.device, target.dtype).eval()
-    except Exception as problem:  # whatever a checkpoint that the other checks found broken makes a loader raise
-        return [_unmeasured(str(problem) or type(problem).__name__)]
-    asked = read_prompts(tokenizer, prompts)
-    try:
-        return run(target, draft, asked)
-    except (IndexError, RuntimeError, ValueError) as problem:  # a config may name tokens or layers that are not there
-        return [_unmeasured(f"{type(problem).__name__}: {problem}"[:300])]
+
+@dataclass
+class Runner:
+    """Runs drafts of one target, which is loaded, and asked for its answers, once."""
+
+    prompts: str | Path | None = None
+    loading: Loading = PLAIN
+    show: bool = False
+    """Whether progress is shown, on stderr."""
+    _read: tuple[PreTrainedModel, list[Text]] | None = None
+
+    def findings(self, subject: Subject, found: Sequence[Finding] = ()) -> list[Finding]:
+        """See `measured`."""
+        prompts = asked(self.prompts)
+        if subject.target is None or not subject.target.tensors:
+            return [_unmeasured("no weights of the target are at hand")]
+        if subject.quantised:
+            return [_unmeasured(subject.quantised)]
+        try:
+            bench = self._bench(subject, prompts)
+        except Exception as problem:  # whatever a checkpoint that the other checks found broken makes a loader raise
+            return [_unmeasured((str(problem) or type(problem).__name__)[:300])]
+        try:
+            return run(*bench, found)
+        except (ForedraftError, IndexError, RuntimeError, ValueError) as problem:  # a config may name tokens that are not there
+            return [_unmeasured(f"{type(problem).__name__}: {problem}"[:300])]
+
+    def accepted(self, subject: Subject) -> float | None:
+        """The chance that a drafted token of this draft is accepted, on the target's answers; None where it cannot be run."""
+        if subject.target is None or not subject.target.tensors or subject.quantised:
+            return None
+        try:
+            bench, draft = self._bench(subject, asked(self.prompts))
+            forced = bench.forced(draft)
+        except Exception:  # as in `findings`
+            return None
+        return float(forced.accepted_UK.sum() / forced.count_UK.sum())
+
+    def _bench(self, subject: Subject, prompts: Sequence[Prompt]) -> tuple[Bench, BaseDraft]:
+        from ..formats import open_draft
+
+        assert subject.target is not None
+        path = str(subject.target.path)
+        draft = open_draft(subject.draft.path, path, loading=self.loading)
+        if self._read is None:
+            tokenizer, target = load_tokenizer(path, self.loading), load_target(path, "auto", self.loading).eval()
+            self._read = target, answers(target, [encode(tokenizer, prompt) for prompt in prompts], NEW_TOKENS, self.show)
+        target, texts = self._read
+        draft = draft.to(target.device, target.dtype).eval()
+        return Bench(target, draft, texts, self.show), draft
 
 
 def _unmeasured(why: str) -> Finding:
     return note("acceptance-unmeasured", why, "acceptance is not known", "mend what the other findings say, and give a target with weights")
 
 
-def read_prompts(tokenizer: PreTrainedTokenizerBase, file: str | Path | None, limit: int = 8) -> list[Tensor]:
-    """Prompts [1, L] from JSONL, or a few of our own, as the target sees them."""
-    asked: Sequence[Prompt] = load_prompts(file, limit) if file else [[{"role": "user", "content": text}] for text in PROMPTS]
-    return [encode(tokenizer, prompt) for prompt in asked]
+def asked(file: str | Path | None, limit: int = 8) -> Sequence[Prompt]:
+    """Prompts from JSONL, or a few of our own."""
+    return load_prompts(file, limit) if file else [[{"role": "user", "content": text}] for text in PROMPTS]
 
 
-def run(target: PreTrainedModel, draft: BaseDraft, prompts: Sequence[Tensor], new_tokens: int = NEW_TOKENS) -> list[Finding]:
-    """Measure the draft on the target's own greedy answers to `prompts` ([1, L] each); name the suspect whose variant is much better."""
-    try:
-        bench = Bench(target, draft, prompts, new_tokens)
-        as_it_is = bench.measure(draft)
-    except ForedraftError as problem:
-        return [_unmeasured(str(problem))]
+@dataclass(frozen=True)
+class Trial:
+    """A variant of a draft that is better than the draft on the texts."""
+
+    suspect: Suspect
+    change: str
+    draft: BaseDraft
+    before: Forced
+    after: Forced
+
+    @cached_property
+    def gain_U(self) -> Tensor:
+        """What the chance to be accepted gains, per sample."""
+        return self.after.chance_U - self.before.chance_U
+
+    @cached_property
+    def nats_U(self) -> Tensor:
+        """What the loss falls by, per sample."""
+        return self.before.nats_U - self.after.nats_U
+
+    @property
+    def fits(self) -> bool:
+        """Whether it gains so much, and in so many samples, that chance is no explanation."""
+        # Where the draft's vocabulary changes, nats are of other tokens.
+        nats = float(self.nats_U.mean()) if self.suspect.id != "d2t" else 0.0
+        return (self.after.tau - self.before.tau >= GAIN or nats >= NATS) and _standard_errors(self.gain_U) >= CERTAIN
+
+    def as_good_as(self, best: "Trial") -> bool:
+        """Whether it explains as much as the best one."""
+        share = float(self.gain_U.mean()) / float(best.gain_U.mean())
+        apart = max(_standard_errors(best.gain_U - self.gain_U), _standard_errors(best.nats_U - self.nats_U))
+        return share >= CLOSE and apart < APART
+
+
+def _standard_errors(difference_U: Tensor) -> float:
+    """A mean in standard errors; 0 of a single sample."""
+    count = len(difference_U)
+    return float(difference_U.mean() / (difference_U.std() / count**0.5 + 1e-9)) if count > 1 else 0.0
+
+
+def trials(bench: Bench, draft: BaseDraft, before: Forced) -> Iterator[Trial]:
+    """All variants of all suspects that fit. One that is no better on the first quarter of the texts is not looked at further."""
+    quarter = max(2, bench.samples // 4)
+    first, rest = slice(0, quarter), slice(quarter, None)
+    with Progress("trying what may be wrong", len(SUSPECTS), show=bench.show) as advance:
+        for suspect in SUSPECTS:
+            for variant in suspect.variants(draft, bench.target):
+                made = variant.of(draft)
+                after = bench.forced(made, first)
+                if after.chance_U.mean() <= before.part(first).chance_U.mean():
+                    continue
+                trial = Trial(suspect, variant.change, made, before, after + bench.forced(made, rest) if bench.samples > quarter else after)
+                if trial.fits:
+                    yield trial
+            advance()
+
+
+def run(bench: Bench, draft: BaseDraft, found: Sequence[Finding] = ()) -> list[Finding]:
+    """Measure the draft on the target's answers; name the suspect whose variant is best, if it is much better.
+
+    Of several that explain it equally well, one that the files name (`found`) is named, else none. Where the files hold errors, low
+    acceptance is no news.
+    """
+    before = bench.forced(draft)
+    as_it_is = Acceptance(before.tau, bench.decoded(draft))
     told = note("acceptance", f"{as_it_is}, {bench.steps} tokens drafted at most", "nothing", "nothing to do")
-    best: tuple[float, Finding] | None = None
-    for suspect in SUSPECTS:
-        for change, apply in suspect.variants(draft, target):
-            variant = copy.deepcopy(draft)
-            with torch.no_grad():
-                apply(variant)
-            tau = estimated_tau(bench.forced(variant))
-            if (best and tau <= best[0]) or not bench.better(tau, as_it_is.forced_tau):
-                continue
-            changed = bench.measure(variant)
-            if bench.better(changed.decoded_tau, as_it_is.decoded_tau):
-                best = tau, error(f"suspect-{suspect.id}", f"{as_it_is}; with {change}, {changed}", suspect.breaks, suspect.mend)
-    if best:
-        return [best[1], told]
+    fitting = sorted(trials(bench, draft, before), key=lambda t: -float(t.gain_U.mean()))
+    if fitting and (finding := _named(bench, fitting, as_it_is, found)):
+        return [finding, told]
+    if any(f.severity == "error" for f in found):
+        return [told]
     if as_it_is.forced_tau - as_it_is.decoded_tau > max(GAP * (as_it_is.forced_tau - 1), 0.3):
         lost = "drafting does not see what training saw, past the first token: states fed back, positions or the mask token"
         return [error("acceptance-gap", str(as_it_is), lost, "compare the first step with the later ones: `foredraft eval`"), told]
@@ -130,72 +196,44 @@ def run(target: PreTrainedModel, draft: BaseDraft, prompts: Sequence[Tensor], ne
     return [told]
 
 
-class Bench:
-    """A target's greedy answers to some prompts, on which drafts of one algorithm are measured; the target reads them once."""
-
-    def __init__(self, target: PreTrainedModel, draft: BaseDraft, prompts: Sequence[Tensor], new_tokens: int):
-        if draft.algorithm is None:
-            raise ForedraftError("this draft has no algorithm to run")
-        self.target, self.algorithm = target, draft.algorithm
-        self.new_tokens = new_tokens
-        asked = [ids.to(target.device) for ids in prompts]
-        made = [(target.generate(ids, **self._settings(ids))[0], ids.shape[1]) for ids in asked]
-        self.texts = [(ids, length) for ids, length in made if len(ids) > length + 2]
-        """Ids [L], prompt and answer, and the length of the prompt; of answers long enough to draft in."""
-        if not self.texts:
-            raise ForedraftError("the target answers none of the prompts with more than two tokens")
-        longest = max(len(ids) for ids, _ in self.texts)
-        batch = DraftCollator(self.algorithm)([_row(ids, length, longest, i) for i, (ids, length) in enumerate(self.texts)])
-        self.batch: dict[str, Any] = {name: _to(value, target.device) for name, value in batch.items()}
-        self.steps = len(batch["counts"])
-        self._signals: dict[tuple[int, ...], Signal] = {}
-
-    def _settings(self, ids_1L: Tensor) -> dict[str, Any]:
-        # transformers would hide prompt tokens that equal the one for padding, were there no mask.
-        mask = torch.ones_like(ids_1L)
-        return {"max_new_tokens": self.new_tokens, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
-
-    def signal(self, layers: tuple[int, ...]) -> Signal:
-        """What the target says of the texts to a draft that reads these aux layers."""
-        if layers not in self._signals:
-            self._signals[layers] = Target(self.target, layers).capture(self.batch)
-        return self._signals[layers]
-
-    @torch.no_grad()
-    def forced(self, draft: BaseDraft) -> list[float]:
-        """Per drafting step, how often the draft's top token is the target's, fed with the text as in training.
-
-        A draft whose tensors point outside the vocabulary has none right.
-        """
-        check_pair(self.target, draft)
-        ids_W = draft.draft_ids
-        if int(ids_W.min()) < 0 or int(ids_W.max()) >= draft.config.vocab_size:
-            return [0.0] * self.steps
-        step = self.algorithm.loss(draft, self.batch, self.signal(draft.config.aux_layers), self.batch["counts"])
-        return (step.metrics["correct"] / step.metrics["count"].clamp(min=1)).tolist()
-
-    def measure(self, draft: BaseDraft) -> Acceptance:
-        """Both numbers; a draft that names tokens outside the vocabulary is not run."""
-        shares, stats = self.forced(draft), DraftingStats()
-        for ids, length in self.texts if any(shares) else ():
-            prompt = ids[None, :length]
-            generate(self.target, draft, prompt, num_draft_tokens=self.steps, stats=stats, **self._settings(prompt))
-        return Acceptance(shares, stats.acceptance)
-
-    def better(self, tau: float, before: float) -> bool:
-        """Whether a τ is so much above another one that chance is no explanation."""
-        gain = tau - before
-        return gain > 0.2 and (gain > GAIN * (self.steps + 1 - before) or gain > RATIO * (before - 1))
+def _named(bench: Bench, fitting: Sequence[Trial], as_it_is: Acceptance, found: Sequence[Finding]) -> Finding | None:
+    """The suspect of the best trial, which comes first; None if decoding does not gain from it."""
+    best = fitting[0]
+    equal = [t for t in fitting if t.as_good_as(best)]
+    backed = [t for t in equal if _same_cause(t.suspect, found)]
+    if any(t.suspect != best.suspect for t in equal) and not backed:
+        each = "; ".join(f"with {t.change}, τ {t.after.tau:.2f} teacher-forced" for t in equal)
+        return warning(
+            "suspects-close",
+            f"{as_it_is}; {each}: these explain it equally well",
+            "; ".join(dict.fromkeys(t.suspect.breaks for t in equal)),
+            "compare with what the training was told; a change that is right makes `foredraft eval` better",
+        )
+    best = (backed or equal)[0]
+    changed = Acceptance(best.after.tau, bench.decoded(best.draft))
+    if changed.decoded_tau < as_it_is.decoded_tau:
+        return None
+    gain = changed.forced_tau - as_it_is.forced_tau
+    large = gain >= LARGE or gain >= max(GAIN, LARGE * (as_it_is.forced_tau - 1))
+    nats = float(best.nats_U.mean())
+    says = f"{as_it_is}; with {best.change}, {changed}" + (f" ({nats:.2f} nats less per drafted token)" if nats >= NATS else "")
+    return (error if large else warning)(f"suspect-{best.suspect.id}", says, best.suspect.breaks, best.suspect.mend)
 
 
-def _row(ids: Tensor, length: int, longest: int, row: int) -> dict[str, object]:
-    """A packed row: the prompt is context, the answer is supervised, padding is neither."""
-    pad = longest - len(ids)
-    spans = [-1] * length + [0] * (len(ids) - length) + [-1] * pad
-    return {"input_ids": ids.tolist() + [0] * pad, "documents": [0] * len(ids) + [-1] * pad, "spans": spans, "row": row}
+def _same_cause(suspect: Suspect, found: Iterable[Finding]) -> Finding | None:
+    """A finding in the files that names this cause."""
+    return next((f for f in found if f.id.startswith(suspect.named)), None)
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_to(v, device) for v in value]
-    return value.to(device) if isinstance(value, Tensor) else value
+def merged(found: Sequence[Finding], ran: Sequence[Finding]) -> list[Finding]:
+    """Findings of the files and of the run, each cause told once: a suspect that the files name is told with what they say."""
+    suspects = {f"suspect-{s.id}": s for s in SUSPECTS}
+    both = list(found)
+    for finding in ran:
+        known = _same_cause(suspects[finding.id], found) if finding.id in suspects else None
+        if known is None:
+            both.append(finding)
+        else:
+            severity = min(known.severity, finding.severity, key=ORDER.__getitem__)
+            both[both.index(known)] = replace(known, severity=severity, found=f"{known.found}; measured: {finding.found}")
+    return both

@@ -1,12 +1,14 @@
 """What usually is wrong with a draft that is not accepted, each as a change to try."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import check_aux_layers
@@ -14,9 +16,30 @@ from ..draft import BaseDraft
 from ..errors import ForedraftError
 from ..grouped_query import rope_of
 
-Change = Callable[[Any], None]
-Variants = Iterator[tuple[str, Change]]
-"""What is changed, in words, and a function that changes a copy of the draft in place."""
+
+@dataclass(frozen=True)
+class Variant:
+    """A draft with something changed."""
+
+    change: str
+    """In words."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of its config."""
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    """Its tensors, by name."""
+
+    def of(self, draft: BaseDraft) -> BaseDraft:
+        """The changed draft. Whatever does not change is shared with `draft`, which stays as it is."""
+        config = deepcopy(draft.config)
+        config.update(dict(self.fields))
+        with torch.device("meta"):
+            made: Any = type(draft)(config, draft.algorithm)
+        made.load_state_dict({**draft.state_dict(), **self.state}, strict=False, assign=True)  # fc_norm may be left out
+        made.rotary_emb = made.rotary_class(config).to(draft.device)
+        return made.eval()
+
+
+Variants = Iterator[Variant]
 
 
 @dataclass(frozen=True)
@@ -28,135 +51,250 @@ class Suspect:
     mend: str
     variants: Callable[[BaseDraft, PreTrainedModel], Variants]
     """The changes that would undo it in this draft; none where it cannot be the cause."""
+    named: tuple[str, ...] = ()
+    """What the ids of findings in the files begin with that name the same cause."""
 
 
-def aux_layers(draft: BaseDraft, target: PreTrainedModel) -> Variants:
-    """All aux layers one up or one down."""
-    count = target.config.get_text_config().num_hidden_layers
-    for shift in (1, -1):
-        layers = tuple(i + shift for i in draft.config.aux_layers)
-        try:
-            check_aux_layers(layers, count)
-        except ForedraftError:
-            continue
-        yield f"aux layers {list(layers)} in place of {list(draft.config.aux_layers)}", partial(_read, layers=layers)
+def aux_layers(draft: Any, target: PreTrainedModel) -> Variants:
+    """All aux layers one up or one down, one of them alone, what other fields name, and the usual ones."""
+    mine, count = draft.config.aux_layers, target.config.get_text_config().num_hidden_layers
+    tried = [tuple(i + shift for i in mine) for shift in (1, -1)]
+    for name, key in (("eagle_config", "eagle_aux_hidden_state_layer_ids"), ("dflash_config", "target_layer_ids")):
+        tried.append(tuple(i + 1 for i in (getattr(draft.config, name, None) or {}).get(key) or ()))
+    with suppress(ForedraftError):  # the target may be too shallow for the usual ones
+        tried.append(draft.algorithm.aux_layers(count) or type(draft).aux_layers(target.config, len(mine)))
+    tried += [(*mine[:at], mine[at] + shift, *mine[at + 1 :]) for at in range(len(mine)) for shift in (1, -1) if len(mine) > 1]
+    for layers in dict.fromkeys(tried):
+        if layers != mine and len(layers) == len(mine) and _readable(layers, count):
+            change = f"aux layers {list(layers)} in place of {list(mine)}"
+            yield Variant(change, {"eagle_aux_hidden_state_layer_ids": list(layers)})
 
 
-def _read(draft: Any, layers: tuple[int, ...]) -> None:
-    draft.config.eagle_aux_hidden_state_layer_ids = list(layers)
+def _readable(layers: tuple[int, ...], count: int) -> bool:
+    try:
+        return bool(check_aux_layers(layers, count))
+    except ForedraftError:
+        return False
 
 
-def norms(draft: BaseDraft, target: PreTrainedModel) -> Variants:
-    """The norm flags flipped; norms before fc cannot be put where there are none."""
-    yield f"norm_output={not draft.config.norm_output}", _flip_output
-    if draft.config.fc_norm:
-        yield "fc_norm=False", _no_fc_norm
+def norms(draft: Any, target: PreTrainedModel) -> Variants:
+    """The norm flags flipped; norms before fc cannot be put where there are none. Norms that changed places."""
+    config, state = draft.config, draft.state_dict()
+    fused = config.spec.wiring == "fuse" and len(draft.layers) > 0
+    flags = ["norm_output", *(["norm_before_residual"] if fused else []), *(["fc_norm"] if config.fc_norm else [])]
+    for name in flags:
+        yield Variant(f"{name}={not getattr(config, name)}", {name: not getattr(config, name)})
+    if fused:
+        yield Variant(
+            f"norm_output={not config.norm_output} and norm_before_residual={not config.norm_before_residual}",
+            {name: not getattr(config, name) for name in ("norm_output", "norm_before_residual")},
+        )
+    pairs = [("input_layernorm", "hidden_norm"), ("input_layernorm", "post_attention_layernorm"), ("self_attn.q_norm", "self_attn.k_norm")]
+    yield from _swaps(pairs, state)
+    if len(draft.fc_norm) > 1:
+        names = [f"fc_norm.{i}.weight" for i in range(len(draft.fc_norm))]
+        yield Variant("the norms before fc in the opposite order", state={n: state[m] for n, m in zip(names, names[::-1], strict=True)})
 
 
-def _flip_output(draft: Any) -> None:
-    draft.config.norm_output = not draft.config.norm_output
+def swapped(draft: Any, target: PreTrainedModel) -> Variants:
+    """Projections under each other's names."""
+    yield from _swaps([("self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")], draft.state_dict())
 
 
-def _no_fc_norm(draft: Any) -> None:
-    draft.fc_norm = nn.ModuleList()
+def _swaps(pairs: list[tuple[str, str]], state: Mapping[str, Tensor]) -> Variants:
+    """Two modules of a layer swapped, in every layer that has both."""
+    for one, other in pairs:
+        twins = {name: name.replace(f".{one}.", f".{other}.") for name in state if f".{one}." in name}
+        twins = {a: b for a, b in twins.items() if b in state and state[a].shape == state[b].shape}
+        if twins:
+            both = {**twins, **{b: a for a, b in twins.items()}}
+            yield Variant(f"{one} and {other} swapped", state={name: state[twin] for name, twin in both.items()})
 
 
 def vocabulary(draft: Any, target: PreTrainedModel) -> Variants:
-    """`d2t` read as target ids."""
-    if draft.config.has_reduced_vocabulary:
-        ids = draft.d2t
-        if bool(((ids >= 0) & (ids < draft.config.vocab_size)).all()) and len(ids.unique()) == len(ids):
-            yield "d2t read as target ids", _absolute
+    """`d2t` read as target ids, one up or down, and by the rows of the target's head that the draft's are like."""
+    if not draft.config.has_reduced_vocabulary:
+        return
+    at = torch.arange(len(draft.d2t), device=draft.d2t.device)
+    mine, size = draft.draft_ids, draft.config.vocab_size
+    tried = {"read as target ids": draft.d2t, "plus one": mine + 1, "less one": mine - 1}
+    if (nearest := _nearest(draft.lm_head.weight, target.get_output_embeddings().weight)) is not None:
+        tried["by the target's rows that lm_head's are nearest to"] = nearest
+    for words, ids in tried.items():
+        if not torch.equal(ids, mine) and int(ids.min()) >= 0 and int(ids.max()) < size and len(ids.unique()) == len(ids):
+            yield Variant(f"d2t {words}", state={"d2t": ids - at, "t2d": (at.new_zeros(size)).index_fill(0, ids, 1).bool()})
 
 
-def _absolute(draft: Any) -> None:
-    draft.d2t -= torch.arange(len(draft.d2t), device=draft.d2t.device)
+def _nearest(mine_WD: Tensor, theirs_VD: Tensor) -> Tensor | None:
+    """[W] the row of the other matrix that each row has the highest cosine with."""
+    if mine_WD.shape[1] != theirs_VD.shape[1]:
+        return None
+    theirs_VD = torch.nn.functional.normalize(theirs_VD.to(mine_WD.dtype), dim=-1)
+    return torch.cat([(chunk @ theirs_VD.T).argmax(-1) for chunk in mine_WD.split(1024)])
 
 
 def rope(draft: Any, target: PreTrainedModel) -> Variants:
-    """The target's rotary parameters."""
-    text = target.config.get_text_config()
-    if not len(draft.layers) or not getattr(text, "rope_parameters", None):
+    """The target's rotary parameters, and the plainest ones."""
+    text, config = target.config.get_text_config(), draft.config
+    theirs = getattr(text, "rope_parameters", None)
+    if not len(draft.layers) or not theirs:
         return
-    latent = hasattr(draft.config, "kv_lora_rank")
-    theirs = dict(text.rope_parameters) if latent else rope_of(text, draft.config.head_dim)
-    if theirs != dict(draft.config.rope_parameters or {}):
-        yield f"the target's RoPE, {str(theirs)[:120]}", partial(_turn, rope=theirs)
+    theirs = dict(theirs) if hasattr(config, "kv_lora_rank") else rope_of(text, config.head_dim)
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    for words, rope in (("the target's RoPE", theirs), *([("a plain RoPE", plain)] if theirs != plain else [])):
+        if rope != dict(config.rope_parameters or {}):
+            yield Variant(f"{words}, {str(rope)[:120]}", {"rope_parameters": rope})
 
 
-def _turn(draft: Any, rope: dict[str, Any]) -> None:
-    draft.config.rope_parameters = rope
-    draft.rotary_emb = draft.rotary_class(draft.config).to(draft.device)
+def layout(draft: Any, target: PreTrainedModel) -> Variants:
+    """The other order of the dimensions that RoPE turns together."""
+    config, state = draft.config, draft.state_dict()
+    if hasattr(config, "rope_interleave"):
+        yield Variant(f"rope_interleave={not config.rope_interleave}", {"rope_interleave": not config.rope_interleave})
+        return
+    rows = {name: t for name, t in state.items() if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))}
+    for words, shape in (("pairs turned into halves", (-1, 2)), ("halves turned into pairs", (2, -1))):
+        turned = {name: t.unflatten(0, (-1, config.head_dim)).unflatten(1, shape).transpose(1, 2).flatten(0, 2) for name, t in rows.items()}
+        if turned:
+            yield Variant(f"the rows of q_proj and k_proj, {words}", state=turned)
+
+
+def shape(draft: Any, target: PreTrainedModel) -> Variants:
+    """Heads, eps and activation of a draft for this target."""
+    try:
+        usual = type(draft).shape(target.config.get_text_config())
+    except (AttributeError, TypeError, ForedraftError):  # a draft of another family
+        return
+    for names in (("num_attention_heads", "num_key_value_heads", "head_dim"), ("rms_norm_eps",), ("hidden_act",)):
+        theirs = {name: usual[name] for name in names if name in usual and hasattr(draft.config, name)}
+        differ = len(theirs) == len(names) and theirs != {name: getattr(draft.config, name) for name in names}
+        if differ and ("head_dim" not in names or _same_widths(draft.config, theirs)):
+            yield Variant(", ".join(f"{name}={value}" for name, value in theirs.items()), theirs)
+
+
+def _same_widths(config: Any, theirs: Mapping[str, int]) -> bool:
+    counts = ("num_attention_heads", "num_key_value_heads")
+    return not config.spec.qk_norm and all(getattr(config, n) * config.head_dim == theirs[n] * theirs["head_dim"] for n in counts)
 
 
 def order(draft: Any, target: PreTrainedModel) -> Variants:
-    """The halves of the first layer's input swapped; the aux states in the opposite order."""
-    if draft.config.spec.wiring == "fuse" and len(draft.layers):
-        yield "features before the embedding in the first layer's input", _swap_halves
-    if draft.config.num_aux_hidden_states > 1:
-        yield "aux states concatenated from the last to the first", _reverse_chunks
-
-
-def _swap_halves(draft: Any) -> None:
-    width = draft.config.hidden_size
-    for module in draft.layers[0].self_attn.modules():
-        if isinstance(module, nn.Linear) and module.in_features == 2 * width:
-            module.weight.copy_(module.weight.roll(width, dims=1))
-
-
-def _reverse_chunks(draft: Any) -> None:
-    chunks = draft.fc.weight.chunk(draft.config.num_aux_hidden_states, dim=1)
-    draft.fc.weight.copy_(torch.cat(chunks[::-1], dim=1))
-    draft.fc_norm = nn.ModuleList(reversed(draft.fc_norm))
+    """The halves of the first layer's input swapped; the aux states in another order."""
+    state, width, count = draft.state_dict(), draft.config.hidden_size, draft.config.num_aux_hidden_states
+    wide = {n: t.roll(width, dims=1) for n, t in state.items() if n.startswith("layers.0.self_attn") and t.shape[1:] == (2 * width,)}
+    if draft.config.spec.wiring == "fuse" and wide:
+        yield Variant("features before the embedding in the first layer's input", state=wide)
+    chunks = draft.fc.weight.chunk(count, dim=1)
+    same = tuple(range(count))
+    few = (same[::-1], same[1:] + same[:1], same[-1:] + same[:-1])
+    for places in itertools.permutations(same) if count <= 3 else few:
+        if places != same:
+            moved = {f"fc_norm.{i}.weight": state[f"fc_norm.{p}.weight"] for i, p in enumerate(places) if draft.fc_norm}
+            change = f"aux states concatenated in the order {[draft.config.aux_layers[i] for i in places]}"
+            yield Variant(change, state={"fc.weight": torch.cat([chunks[i] for i in places], dim=1), **moved})
 
 
 def embedding(draft: Any, target: PreTrainedModel) -> Variants:
     """The target's embedding."""
-    theirs = target.get_input_embeddings().weight
-    if theirs.shape == draft.embed_tokens.weight.shape and not torch.equal(theirs.to(draft.dtype), draft.embed_tokens.weight):
-        yield "the target's embedding", partial(_embed, weight=theirs)
-
-
-def _embed(draft: Any, weight: torch.Tensor) -> None:
-    draft.embed_tokens.weight.copy_(weight)
+    theirs, mine = target.get_input_embeddings().weight, draft.embed_tokens.weight
+    if theirs.shape == mine.shape and not torch.equal(theirs.to(mine.dtype), mine):
+        yield Variant("the target's embedding", state={"embed_tokens.weight": theirs.to(mine.dtype)})
 
 
 def head(draft: Any, target: PreTrainedModel) -> Variants:
     """The target's head."""
-    theirs, ids = target.get_output_embeddings().weight, draft.draft_ids
-    if int(ids.min()) >= 0 and int(ids.max()) < len(theirs) and theirs.shape[1] == draft.lm_head.weight.shape[1]:
-        yield "the target's head", partial(_head, weight=theirs[ids])
-
-
-def _head(draft: Any, weight: torch.Tensor) -> None:
-    draft.lm_head.weight.copy_(weight)
+    theirs, mine, ids = target.get_output_embeddings().weight, draft.lm_head.weight, draft.draft_ids
+    fits = int(ids.min()) >= 0 and int(ids.max()) < len(theirs) and theirs.shape[1] == mine.shape[1]
+    if fits and not torch.equal(theirs[ids].to(mine.dtype), mine):
+        yield Variant("the target's head", state={"lm_head.weight": theirs[ids].to(mine.dtype)})
 
 
 def mask_token(draft: Any, target: PreTrainedModel) -> Variants:
-    """The mask tokens that other fields name, and the last id."""
-    config = draft.config
+    """The mask tokens that other fields name, those that stand for nothing, and the last ids."""
+    config, text = draft.config, target.config.get_text_config()
     if config.mask_token_id is None:
         return
     others = [getattr(config, name, None) for name in ("ptd_token_id", "pard_token")]
-    others += [(getattr(config, "dflash_config", None) or {}).get("mask_token_id"), config.vocab_size - 1]
-    for token in dict.fromkeys(others):
-        if isinstance(token, int) and 0 <= token < config.vocab_size and token != config.mask_token_id:
-            yield f"mask token {token} in place of {config.mask_token_id}", partial(_mask, token=token)
+    others += [(getattr(config, "dflash_config", None) or {}).get("mask_token_id"), config.spec.mask_token_id]
+    others += [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+    others += range(config.vocab_size - 1, max(config.vocab_size - 5, 0), -1)
+    for token in dict.fromkeys(t for t in others if isinstance(t, int)):
+        if 0 <= token < config.vocab_size and token != config.mask_token_id:
+            yield Variant(f"mask token {token} in place of {config.mask_token_id}", {"mask_token_id": token})
 
 
-def _mask(draft: Any, token: int) -> None:
-    draft.config.mask_token_id = token
+def noise(draft: Any, target: PreTrainedModel) -> Variants:
+    """What a part of the draft passes on left out."""
+    state = draft.state_dict()
+    parts = {"fc": ["fc.weight"], "mask_hidden": ["mask_hidden"]}
+    parts |= {f"layers.{i}.{part}": [f"layers.{i}.{part}.{end}.weight"] for i in range(len(draft.layers)) for part, end in LAST.items()}
+    for part, names in parts.items():
+        if all(name in state for name in names):
+            yield Variant(f"{part} left out", state={name: torch.zeros_like(state[name]) for name in names})
+    width = draft.config.hidden_size
+    if draft.config.target_hidden_size == width:
+        through = torch.zeros_like(draft.fc.weight)
+        through[:, -width:] = torch.eye(width, dtype=through.dtype, device=through.device)
+        yield Variant("fc passing on the last aux state as it is", state={"fc.weight": through})
+
+
+LAST = {"self_attn": "o_proj", "mlp": "down_proj"}
 
 
 SUSPECTS = (
-    Suspect("aux", "the draft reads other layers than it was trained on", "write these aux layers, in both conventions", aux_layers),
-    Suspect("norms", "the draft is normed otherwise than in training", "set the flags so, at the top level of config.json", norms),
-    Suspect("d2t", "drafted tokens are taken for others", "subtract 0, 1, 2, ... from d2t", vocabulary),
-    Suspect("rope", "the draft turns queries and keys otherwise than in training", "write the target's rope_parameters", rope),
-    Suspect("order", "weights meet the wrong half of their input", "reorder the columns, or name the layers in the other order", order),
-    Suspect("embedding", "the draft reads noise in place of tokens", "take the target's embedding, or leave it out of the file", embedding),
-    Suspect("head", "the draft's states are read by a head that is not theirs", "take the target's rows, or train the head", head),
     Suspect(
-        "mask-token", "masked slots read a token that training did not use for them", "write this mask token by every name", mask_token
+        "aux",
+        "the draft reads other layers than it was trained on",
+        "write these aux layers, in both conventions",
+        aux_layers,
+        ("aux-", "record-"),
+    ),
+    Suspect(
+        "norms",
+        "the draft is normed otherwise than in training",
+        "set the flags so, at the top level of config.json; where norms changed places, swap their names in the file",
+        norms,
+        ("fc-norm-", "norm-", "record-", "tensors-swapped"),
+    ),
+    Suspect("d2t", "drafted tokens are taken for others", "write this mapping into d2t and t2d", vocabulary, ("d2t-", "t2d-")),
+    Suspect("rope", "the draft turns queries and keys otherwise than in training", "write these rope_parameters", rope, ("rope-",)),
+    Suspect(
+        "layout",
+        "queries and keys are turned by other pairs of dimensions than in training",
+        "put the rows, or the flag, as in training",
+        layout,
+        ("rows-order", "rope-interleave", "rope-other"),
+    ),
+    Suspect(
+        "order",
+        "weights meet the wrong part of their input",
+        "reorder the columns, or name the layers in the other order",
+        order,
+        ("fc-order", "rows-order", "aux-"),
+    ),
+    Suspect("swapped", "weights do each other's work", "swap their names in the file", swapped, ("tensors-swapped",)),
+    Suspect("shape", "the draft computes otherwise than in training", "write it so", shape, ("heads-", "epsilon-", "activation")),
+    Suspect(
+        "embedding", "the draft reads noise in place of tokens", "take the target's embedding, or leave it out", embedding, ("embedding-",)
+    ),
+    Suspect(
+        "head",
+        "the draft's states are read by a head that is not theirs",
+        "take the target's rows, or train the head",
+        head,
+        ("head-", "d2t-other", "tensor-"),
+    ),
+    Suspect(
+        "mask-token",
+        "masked slots read a token that training did not use for them",
+        "write this mask token by every name",
+        mask_token,
+        ("mask-token-",),
+    ),
+    Suspect(
+        "noise",
+        "these weights do more harm than none: training did not leave them so",
+        "copy the file of the training anew",
+        noise,
+        ("tensor-", "rows-equal", "fc-random", "mask-hidden-"),
     ),
 )
