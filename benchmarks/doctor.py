@@ -20,10 +20,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import doctor_config  # noqa: F401 - these three fill DEFECTS
+import doctor_vocabulary  # noqa: F401
+import doctor_weights  # noqa: F401
 import torch
 from doctor_bases import BASES, CACHE, LETTERS, draft_path, target_model, target_path, texts
-from doctor_defects import DEFECTS
-from doctor_plant import Defect, NotHere, Plant, readings
+from doctor_plant import DEFECTS, Defect, NotHere, Plant, readings
 from matrix import rows_of
 from torch import Tensor
 from transformers.utils import logging
@@ -95,7 +97,8 @@ def run(defect: Defect, base: str) -> Case | None:
 
 def kept_harm(defect: Defect, path: Path, plant: Plant, scratch: Path) -> str | None:
     """What `harm_of` says; kept on disk, as doctor has no part in it."""
-    source = hashlib.sha256(inspect.getsource(defect.plant).encode()).hexdigest()[:12]
+    code = re.sub(r"\s", "", inspect.getsource(defect.plant).split("def ", 1)[1])
+    source = hashlib.sha256(f"def{code}".encode()).hexdigest()[:12]
     file = CACHE / "harm" / f"{defect.name}-{plant.base}-{source}.json"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -75,6 +75,8 @@ class Base:
     options: dict[str, Any] = field(default_factory=dict)
     reduced: int | None = 60
     steps: int = 100
+    started: bool = True
+    """Whether its layers and fc began as the target's; other projects begin with random ones."""
     biased: bool = False
     """Whether it has biases, which no draft of foredraft's own making has."""
     export: str | None = None
@@ -88,6 +90,7 @@ BASES: dict[str, Base] = {
     "eagle3-two-layers": Base("qwen3-yarn", "eagle3", {**EAGLE, "num_layers": 2, "qk_norm": True}),
     "eagle3-biased": Base("llama", "eagle3", EAGLE, biased=True),
     "eagle3-nbr": Base("llama", "eagle3", {**EAGLE, "norm_before_residual": True}, steps=180),
+    "eagle3-random-start": Base("llama", "eagle3", EAGLE, started=False, steps=450),
     "eagle3-phi3": Base("phi3-longrope", "eagle3", EAGLE),
     "eagle31": Base("phi3-longrope", "eagle31", EAGLE),
     "eagle3-latent": Base("deepseek", "eagle3", EAGLE),
@@ -209,6 +212,9 @@ def _train_draft(base: Base, path: Path) -> None:
     target = Target(model, draft.config.aux_layers)
     rows = rows_of(texts(10_000, 512))
     draft.start_from(target, rows)
+    if not base.started:
+        for parameter in (p for name, p in draft.named_parameters() if p.ndim == 2 and name.startswith(("fc.", "layers."))):
+            torch.nn.init.normal_(parameter, std=0.08)
     assert draft.algorithm is not None
     collate = DraftCollator(draft.algorithm)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-3)

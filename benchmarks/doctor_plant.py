@@ -121,18 +121,19 @@ class Defect:
     """The server that is known to refuse such a draft, or to read it otherwise, where foredraft does not."""
 
 
-def table() -> tuple[list[Defect], Callable[..., Any]]:
-    """An empty table of defects, and the decorator that adds to it."""
-    defects: list[Defect] = []
+DEFECTS: list[Defect] = []
+"""All of them. They are listed by what people do (convert between formats and versions, train with another project's defaults, copy a
+config, merge, quantise, cut), not by what doctor looks at."""
 
-    def defect(says: str, *bases: str, engine: str | None = None) -> Callable[[Callable[[Plant], None]], Callable[[Plant], None]]:
-        def add(plant: Callable[[Plant], None]) -> Callable[[Plant], None]:
-            defects.append(Defect(plant.__name__.replace("_", "-"), says, plant, bases, engine))
-            return plant
 
-        return add
+def defect(says: str, *bases: str, engine: str | None = None) -> Callable[[Callable[[Plant], None]], Callable[[Plant], None]]:
+    """Adds a function to `DEFECTS`."""
 
-    return defects, defect
+    def add(plant: Callable[[Plant], None]) -> Callable[[Plant], None]:
+        DEFECTS.append(Defect(plant.__name__.replace("_", "-"), says, plant, bases, engine))
+        return plant
+
+    return add
 
 
 def readings(config: Mapping[str, Any]) -> list[dict[str, Any]]:
