@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import ForedraftError
 from .layouts import architecture_of
+from .loading import PLAIN, Repository
 
 if TYPE_CHECKING:
     from .doctor import Checkpoint, Finding
@@ -43,7 +44,12 @@ class EngineBase:
             return [Finding(f"{self.name}-refuses", "error", reason, breaks, "`foredraft info DRAFT` says which engines do")]
         return []
 
-    def command(self, draft: str | Path, target: str, num_tokens: int | None = None) -> str:
+    def repository_arguments(self, repository: Repository) -> list[str]:
+        """What `arguments` are followed by: how the target's repository is read. All engines known so far spell it alike."""
+        revision = ["--revision", repository.revision] if repository.revision else []
+        return [*revision, *(["--trust-remote-code"] if repository.trust_remote_code else [])]
+
+    def command(self, draft: str | Path, target: str, num_tokens: int | None = None, repository: Repository = PLAIN) -> str:
         """The command line that serves the draft in a directory or on the hub; by default it drafts all it makes at once, or 4 tokens.
 
         Raises `ForedraftError` if the engine does not serve this draft, saying why, or not so many tokens, or not for this target.
@@ -61,8 +67,9 @@ class EngineBase:
                 f"{self.name} does not serve the draft '{draft}': {reason}\n  `foredraft info {draft}` says which engines do"
             )
         if "foredraft" in config:
-            check_named(check_fields(config, directory).foredraft.target.model_dump(), target)
-        return shlex.join(self.arguments(config, str(draft), target, tokens_to_draft(num_tokens, most_tokens(config))))
+            check_named(check_fields(config, directory).foredraft.target.model_dump(), target, repository)
+        arguments = self.arguments(config, str(draft), target, tokens_to_draft(num_tokens, most_tokens(config)))
+        return shlex.join([*arguments, *self.repository_arguments(repository)])
 
 
 def most_tokens(config: Config) -> int | None:

@@ -20,20 +20,25 @@ def _mapping(given: Any) -> Any:
     return found
 
 
-class Loading(Frozen):
-    """What transformers' `from_pretrained` is told of a target, beside its name and dtype."""
+class Repository(Frozen):
+    """What everybody who reads a target's repository must know, beside its name."""
 
     revision: str | None = Field(default=None, description="branch, tag or commit of a target on the hub")
     trust_remote_code: bool = Field(default=False, description="run the Python code that the target's repository brings: read it first")
-    attn_implementation: str | None = Field(default=None, description="the target's attention: eager, sdpa, flash_attention_2, ...")
-    device_map: str | dict[str, int | str] | None = Field(
-        default=None, description="devices of the target's parts, such as auto (see accelerate); default: all on one"
-    )
 
     @property
     def source(self) -> dict[str, Any]:
         """Arguments for whatever is read from the target's repository: config, tokenizer, weights."""
         return {"trust_remote_code": self.trust_remote_code, **({"revision": self.revision} if self.revision else {})}
+
+
+class Loading(Repository):
+    """What transformers' `from_pretrained` is told of a target, beside its name and dtype."""
+
+    attn_implementation: str | None = Field(default=None, description="the target's attention: eager, sdpa, flash_attention_2, ...")
+    device_map: str | dict[str, int | str] | None = Field(
+        default=None, description="devices of the target's parts, such as auto (see accelerate); default: all on one"
+    )
 
     @property
     def model(self) -> dict[str, Any]:

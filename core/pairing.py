@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .config import describe_target
 from .errors import ForedraftError
+from .loading import PLAIN, Repository
 from .reading import read_json
 from .target import load_config
 
@@ -56,7 +57,7 @@ def warn_of_other(made: Mapping[str, Any], target: PreTrainedModel) -> None:
     _warn(made, target.config, sample_of(target))
 
 
-def check_named(made: Mapping[str, Any], name: str) -> None:
+def check_named(made: Mapping[str, Any], name: str, repository: Repository = PLAIN) -> None:
     """The same for a target that is not loaded, by its files: those in a directory, or in the hub's cache.
 
     Raises `ForedraftError` if there is no such directory, or one of another shape; warns where there is nothing to look at.
@@ -65,14 +66,14 @@ def check_named(made: Mapping[str, Any], name: str) -> None:
     if not directory.is_dir():
         if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
             raise ForedraftError(f"no target at '{name}': no such directory, and no id on the hub")
-        cached = try_to_load_from_cache(name, "config.json")
+        cached = try_to_load_from_cache(name, "config.json", revision=repository.revision)
         if not isinstance(cached, str):
             warnings.warn(f"target '{name}' is no directory and not in the hub's cache: whether the draft fits it is open", stacklevel=3)
             return
         directory = Path(cached).parent
     read_json(directory / "config.json")
     try:
-        config = load_config(str(directory))
+        config = load_config(str(directory), repository)
     except ForedraftError as error:
         reason = str(error).split("\n")[0][:200]
         warnings.warn(f"the config of target '{name}' is not understood: whether the draft fits it is open ({reason})", stacklevel=3)

@@ -17,7 +17,7 @@ from transformers.utils import find_adapter_config_file
 from .config import check_aux_layers
 from .data import with_template
 from .errors import ForedraftError
-from .loading import PLAIN, Loading, Rendering
+from .loading import PLAIN, Loading, Rendering, Repository
 from .protocols import Batch
 from .registry import default_registry
 
@@ -47,7 +47,7 @@ class Signal:
         return self.target.head(hidden_NT, ids_W)
 
 
-def load_config(name: str, loading: Loading = PLAIN) -> PretrainedConfig:
+def load_config(name: str, loading: Repository = PLAIN) -> PretrainedConfig:
     """The config of the target (or draft) in a directory or on the hub. Raises `ForedraftError` if there is none."""
     default_registry()  # a plugin may bring the classes of its targets
     try:
@@ -96,7 +96,7 @@ def _check_there(name: str) -> None:
         raise NotADirectoryError("it is a file, a directory is expected" if Path(name).exists() else "no such directory")
 
 
-def _base_of(name: str, loading: Loading) -> str | None:
+def _base_of(name: str, loading: Repository) -> str | None:
     """What to do about weights that peft wrote for another model; None if there is no such thing at `name`."""
     try:
         file = find_adapter_config_file(name, **{"revision": loading.revision} if loading.revision else {})

@@ -59,6 +59,7 @@ def test_drafts_in_the_cache(command: Command, cached: Path) -> None:
         (("eval", *target, "--draft", "org/draft", "--prompts", cached / "prompts.jsonl", "--max-new-tokens", 4), "1/1"),
         (("doctor", "org/draft", *target, "--no-measure"), "0 errors"),
         (("serve-command", "org/draft", *target), '"model": "org/draft"'),
+        (("serve-command", "org/draft", *target, "--revision", "v1", "--trust-remote-code"), "--revision v1 --trust-remote-code"),
         (("export", "org/draft", cached / "exported", "--format", "speculators"), "exported"),
     ):
         code, out, err = command(*arguments)

@@ -32,7 +32,7 @@ DraftTokensOption = Annotated[
 
 
 def loads_target(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with the fields of its `Loading` or `Rendering` as options, handed to it as `loading`."""
+    """`command` with the fields of its `Repository`, `Loading` or `Rendering` as options, handed to it as `loading`."""
     signature = inspect.signature(command, eval_str=True)
     kind = signature.parameters["loading"].annotation
     options = [

@@ -4,21 +4,23 @@ from typing import Annotated
 
 import typer
 
-from .common import DraftTokensOption, TargetOption
+from ..loading import Repository
+from .common import DraftTokensOption, TargetOption, loads_target
 
 
 def serve_command(
     draft: Annotated[str, typer.Argument(help="directory or hub id of the draft")],
     target: TargetOption,
+    loading: Repository,
     engine: Annotated[str, typer.Option(help="serving system (see `foredraft plugins`)")] = "vllm",
     num_draft_tokens: DraftTokensOption = None,
 ) -> None:
     """Print the command line that serves a draft, or why the engine does not serve it."""
     from ..registry import default_registry
 
-    print(default_registry().engine(engine)().command(draft, target, num_draft_tokens))
+    print(default_registry().engine(engine)().command(draft, target, num_draft_tokens, loading))
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
-    app.command("serve-command")(serve_command)
+    app.command("serve-command")(loads_target(serve_command))
