@@ -17,9 +17,14 @@ class ForedraftError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing where no known name is close."""
-    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    """`; did you mean 'x'?`, or nothing where no known name is close: one that begins so, else one spelt alike, case and hyphens apart."""
+    asked, plain = _plain(name), {_plain(k): k for k in known}
+    close = sorted(k for k in plain if len(asked) > 3 and k.startswith(asked)) or get_close_matches(asked, plain, n=1, cutoff=0.6)
+    return f"; did you mean '{plain[close[0]]}'?" if close else ""
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def printable(text: str) -> str:

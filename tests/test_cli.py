@@ -249,7 +249,7 @@ class TestTrain:
         )
         assert code == 0, err
         assert "training data: 10 conversations in" in out
-        assert "step 3: loss" in out
+        assert "step 3 of 3: loss" in out
         assert f"draft: {tmp_path}/draft" in out
         assert (tmp_path / "training.png").read_bytes().startswith(PNG)
         written = json.loads((tmp_path / "training.json").read_text())

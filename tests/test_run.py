@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from foredraft import ForedraftError, auto_draft, save_draft
 from foredraft.cli import main
 from foredraft.describe import describe
+from foredraft.errors import nearest
 from foredraft.formats import export_draft
 from foredraft.training.alone import alone_in
 from foredraft.training.run import train
@@ -101,6 +102,19 @@ def test_one_run_in_a_directory(fields: dict[str, Any]) -> None:
     other.wait()
     with alone_in(fields["output_dir"]), alone_in(fields["output_dir"]):
         pass
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("eagle", "eagle3"), ("EAGLE-3", "eagle3"), ("eagel3", "eagle3"), ("P-EAGLE", "peagle"), ("d-flash", "dflash")]
+)
+def test_near_misses(asked: str, meant: str) -> None:
+    assert nearest(asked, ["dflash", "eagle3", "medusa", "peagle"]) == f"; did you mean '{meant}'?"
+    assert not nearest("zebra", ["dflash", "eagle3", "medusa", "peagle"])
+
+
+def test_a_key_is_set_back(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("{target: t, output_dir: o, data: {train: d}, draft_vocab_size: 100}")
+    assert RunConfig.load(tmp_path / "run.yaml", ["draft_vocab_size=null"]).draft_vocab_size is None
 
 
 def test_resume_is_set_in_one_place(fields: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from foredraft import Conversations, DraftTrainer, DraftTrainingArguments, Fored
 from foredraft.registry import default_registry
 from foredraft.training import CachedTarget, NonFiniteLoss
 from foredraft.training.arguments import training_schema
+from foredraft.training.progress import line
 from foredraft.training.resume import checkpoints_of, latest_complete
 
 HERE = Path(__file__).parent
@@ -118,7 +120,9 @@ def test_the_best_checkpoint_by_tau(tmp_path: Path) -> None:
 def test_no_bar_where_none_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str], disabled: bool) -> None:
     trained(tmp_path, max_steps=1, disable_tqdm=disabled)
     out, err = capsys.readouterr()
-    assert "step 1: loss" in out + err
+    assert "step 1 of 1: loss" in out + err
+    assert "trained to step 1 in 0 s" in out + err
+    assert "train_runtime" not in out + err
     assert "τ≈" in out + err
     assert ("1/1" in err) is not disabled
 
@@ -157,6 +161,20 @@ class TestReady:
         trained(tmp_path, self.ROWS, draft, max_steps=1)
         assert "covers 42.9% of the supervised ones, the most frequent ones would cover 71.4%" in caplog.text
         assert draft.config.foredraft["vocabulary_coverage"] == 0.4286
+
+
+def test_lines_in_a_log_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By default no bar off a terminal, and twenty lines, with the time that is left."""
+    args = DraftTrainingArguments(output_dir=str(tmp_path), max_steps=40, save_strategy="no", use_cpu=True)
+    DraftTrainer(fresh(), MODEL, args, train_dataset=ROWS).train()
+    out, err = capsys.readouterr()
+    assert [text.split(":")[0].split(",")[0] for text in out.splitlines()] == [
+        *(f"step {step} of 40" for step in range(2, 41, 2)),
+        "trained to step 40 in " + out.rsplit(" in ", 1)[1].strip(),
+    ]
+    assert re.search(r"step 2 of 40, \d+ s left: loss ", out)
+    assert "40/40" not in err
+    assert line(10, 155, {"loss": 2.0, "tau": 1.5, "accuracy_1": 0.5}, 190).startswith("step 10 of 155, 3 min left: loss 2.000")
 
 
 class TestAccumulation:

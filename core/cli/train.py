@@ -23,7 +23,7 @@ def _keys(asked: bool) -> None:
 
 
 def train(
-    run: Annotated[Path, typer.Argument(help="YAML file that describes the run")],
+    run: Annotated[Path, typer.Argument(help="YAML file that describes the run; paths in it are relative to the current directory")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, dotted: training.learning_rate=1e-4")] = None,
     keys: Annotated[bool, typer.Option("--keys", callback=_keys, is_eager=True, help="print every key, and exit")] = False,
 ) -> None:

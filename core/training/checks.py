@@ -1,6 +1,5 @@
 """What can be known of a run before data is packed and the target's weights are loaded: looked at together, told together."""
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,7 @@ def check_run(config: RunConfig) -> DraftTrainingArguments:
     if config.eval_data and config.data.held_out:
         problems.append("eval_data and data.held_out both say what to evaluate on: leave one of them out")
     with gathering(problems):
-        # A bar on a terminal, lines in a log file.
-        defaults = {"save_strategy": "epoch", "disable_tqdm": not sys.stderr.isatty()}
-        arguments = DraftTrainingArguments(**{**defaults, **config.training, "output_dir": config.output_dir})
+        arguments = DraftTrainingArguments(**{"save_strategy": "epoch", **config.training, "output_dir": config.output_dir})
         if arguments.eval_strategy != "no" and not (config.data.held_out or config.eval_data):
             problems.append("training.eval_strategy asks for evaluations: set eval_data or data.held_out, there is nothing to evaluate on")
     if problems:

@@ -1,5 +1,6 @@
 """Progress of a training: a bar or none, and a line of loss, accuracy per drafted position and estimated τ at each log."""
 
+import time
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
@@ -7,6 +8,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..data import DraftCollator
+
+A_TWENTIETH = 0.05
+"""How often a training logs unless told otherwise: 20 times, and at least every 10 steps."""
 
 
 class SeedByEpoch(TrainerCallback):
@@ -28,6 +32,8 @@ class AsAskedNow(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **kwargs: Any) -> None:
         """After the checkpoint is loaded."""
         state.compute_steps(args, state.max_steps)
+        if args.logging_steps == A_TWENTIETH:
+            state.logging_steps = min(state.logging_steps, 10)
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)
         if isinstance(schedule, LambdaLR):
             schedule._last_lr = [base * at(schedule.last_epoch) for base, at in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
@@ -41,16 +47,38 @@ class DraftProgress(ProgressCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Write the line above the bar."""
         if state.is_world_process_zero and self.training_bar is not None and logs:
-            self.training_bar.write(_line(state.global_step, logs))
+            self.training_bar.write(line(state.global_step, state.max_steps, logs))
 
 
 class DraftPrinter(PrinterCallback):
-    """The same line without a bar (`disable_tqdm`)."""
+    """The same line without a bar (`disable_tqdm`, the default off a terminal), with the time that is left."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A resumed training's time counts from where it goes on."""
+        self.began, self.first = time.monotonic(), state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Print the line."""
         if state.is_world_process_zero and logs:
-            print(_line(state.global_step, logs), flush=True)
+            done = state.global_step - getattr(self, "first", state.global_step)
+            per_step = (time.monotonic() - self.began) / done if done else 0.0
+            print(line(state.global_step, state.max_steps, logs, per_step * (state.max_steps - state.global_step)), flush=True)
+
+
+def line(step: int, steps: int, logs: dict[str, float], seconds_left: float = 0.0) -> str:
+    """`step 10 of 155, 3 min left: loss 2.31 ...`; at the end how long it took."""
+    if "train_runtime" in logs:
+        return f"trained to step {step} in {duration(logs['train_runtime'])}"
+    left = f", {duration(seconds_left)} left" if seconds_left else ""
+    return f"step {step} of {steps}{left}: " + (summary(logs) or ", ".join(f"{name} {value:.4g}" for name, value in logs.items()))
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit of which there are at least two."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def summary(logs: dict[str, float]) -> str:
@@ -63,8 +91,3 @@ def summary(logs: dict[str, float]) -> str:
     if "learning_rate" in logs:
         parts.append(f"lr {logs['learning_rate']:.1e}")
     return ("held out: " if prefix else "") + "  ".join(parts)
-
-
-def _line(step: int, logs: dict[str, float]) -> str:
-    line = summary(logs)
-    return f"step {step}: {line}" if line else str(logs)

@@ -64,7 +64,7 @@ class RunConfig(Rendering):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "RunConfig":
-        """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values).
+        """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Paths in it are relative to the current directory.
 
         Raises `ForedraftError` that lists everything wrong, each unknown key with the nearest known one.
         """

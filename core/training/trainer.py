@@ -1,5 +1,6 @@
 """`DraftTrainer`: transformers' Trainer, with a frozen target beside the model and a loss divided by global counts."""
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArgumen
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import is_in_notebook
 
 from ..data import DraftCollator
 from ..draft import BaseDraft
@@ -26,7 +28,7 @@ from ..target import Target, place
 from .alone import alone_in
 from .arguments import check_training
 from .inputs import check_rows
-from .progress import AsAskedNow, DraftPrinter, DraftProgress, SeedByEpoch
+from .progress import A_TWENTIETH, AsAskedNow, DraftPrinter, DraftProgress, SeedByEpoch
 from .ready import check_ready
 from .resume import latest_complete
 from .stopping import StopOnSignal, TrainingStopped
@@ -42,6 +44,7 @@ class DraftTrainingArguments(TrainingArguments):
 
     output_dir: str | None = field(default="runs/draft", metadata={"help": "where checkpoints go"})
     learning_rate: float = field(default=4e-4, metadata={"help": "peak learning rate"})
+    logging_steps: float = field(default=A_TWENTIETH, metadata={"help": "by default 20 times in a run, at least every 10 steps"})
     remove_unused_columns: bool = field(default=False, metadata={"help": "the collator reads all columns"})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "a non-finite loss must stop the run, not be logged as 0"})
     report_to: str | list[str] | None = field(default="none", metadata={"help": "integrations to report to"})
@@ -49,7 +52,7 @@ class DraftTrainingArguments(TrainingArguments):
     use_cpu: bool = field(default=False, metadata={"help": "train on the CPU; implied where there is no accelerator"})
 
     def __post_init__(self) -> None:
-        """Without an accelerator the CPU is meant: transformers refuses `bf16` there unless told so.
+        """Without an accelerator the CPU is meant: transformers refuses `bf16` there unless told so. Bars are for terminals.
 
         Raises `ForedraftError` for values of another type, out of range, or naming trackers that are not installed.
         """
@@ -61,6 +64,8 @@ class DraftTrainingArguments(TrainingArguments):
         for name, value in typed.items():
             setattr(self, name, value)
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if self.disable_tqdm is None:
+            self.disable_tqdm = not (sys.stderr.isatty() or is_in_notebook())
         try:
             super().__post_init__()
             for tracker in get_reporting_integration_callbacks(self.report_to):
