@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .config import check_aux_layers, describe_target, set_mask_token
 from .errors import ForedraftError
+from .pairing import remember
 from .start import note_coverage
 from .vocabulary import choose_mask_token, choose_vocabulary, count_all, count_tokens
 
@@ -29,6 +30,7 @@ def retarget(draft: "BaseDraft", model: PreTrainedModel, rows: Iterable[dict[str
     draft.set_draft_vocabulary(ids_W)
     made = {name: value for name, value in config.foredraft.items() if name not in ("measured", "vocabulary_coverage")}
     config.update({"foredraft": {**made, "target": describe_target(model.config)}})
+    remember(config, model)
     told = ["from a trained draft: its layers"]
     if config.spec.target_head:
         draft.take_head(model)

@@ -9,6 +9,7 @@ from rigged import trainer_of, written_rows
 from tiny import Document, tiny_draft, tiny_rows, tiny_target
 
 from foredraft import ForedraftError, auto_draft, save_draft
+from foredraft.pairing import sample_of
 
 MODEL = tiny_target()
 TUNED = tiny_target(seed=7)
@@ -65,6 +66,7 @@ def test_layers_stay_and_the_vocabulary_is_remapped(tmp_path: Path, before: int 
     assert old.keys() - rest <= {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
     assert f"its rows of {len({*ids} & {*old_ids})} of {len(ids)} tokens" in told
     assert "measured" not in draft.config.foredraft
+    assert draft.config.foredraft["target"]["sample"] == sample_of(model)
     assert {p.dtype for p in draft.parameters()} == {torch.float32}
     again = auto_draft(save_draft(draft, tmp_path / "again"))
     assert again.draft_ids.tolist() == ids
