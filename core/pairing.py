@@ -98,6 +98,16 @@ def sample_of(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
+def other_weights(made: Mapping[str, Any], tables: Mapping[str, Tensor | None]) -> list[str]:
+    """Which of a target's matrices, `embedding` and `head` [V, T], are not those that `made` remembers.
+
+    Raises `ValueError` where it remembers no numbers.
+    """
+    known = made.get("sample") or {}
+    given = {name: t for name, t in tables.items() if name in known and t is not None and t.ndim == 2 and t.is_floating_point()}
+    return [name for name, t in given.items() if _distance(str(known[name]), _numbers(t.__getitem__, tuple(t.shape))) > SAME]
+
+
 def _sample_of_files(directory: Path) -> dict[str, str]:
     """The same of safetensors; nothing where they cannot be read."""
     from safetensors import SafetensorError, safe_open

@@ -44,6 +44,25 @@ def shapes(s: Subject) -> Iterator[Finding]:
         )
 
 
+def weights(s: Subject) -> Iterator[Finding]:
+    """A target of the draft's shape with other weights than the one it was made for."""
+    from ..pairing import other_weights
+
+    if s.target is None or s.target_fields.get("quantization_config"):
+        return
+    try:
+        other = other_weights(as_mapping(s.made.get("target")), {"embedding": s.target_embedding(), "head": s.target_head()})
+    except (TypeError, ValueError, IndexError):  # the record is malformed
+        return
+    if other:
+        yield warning(
+            "target-other",
+            f"the target's {' and '.join(other)} are not those of the target that the draft was made for",
+            "it drafts for another model's text: fewer tokens are accepted",
+            "serve it with its own target, or train it on for this one",
+        )
+
+
 def embedding(s: Subject) -> Iterator[Finding]:
     """An embedding that is not the target's, or one that was never set."""
     mine = s.load("embed_tokens.weight")
@@ -194,4 +213,4 @@ def _json(file: Path) -> object:
         return None
 
 
-CHECKS = (shapes, embedding, head, geometry, tokenizer)
+CHECKS = (shapes, weights, embedding, head, geometry, tokenizer)
