@@ -447,7 +447,7 @@ class TestRefused:
     def test_target(self, tmp_path: Path) -> None:
         theirs = write(tmp_path / "theirs", PEERS["nemo_eagle3"], golden("nemo_eagle3"))
         other = write(tmp_path / "other", {**LAYERS, "num_hidden_layers": 8, "hidden_size": 80})
-        for target, message in ((tmp_path / "none", "no target at"), (other, r"no multiple of the 80 .* is it its draft\?")):
+        for target, message in ((tmp_path / "none", "no target or draft at"), (other, r"no multiple of the 80 .* is it its draft\?")):
             with pytest.raises(ForedraftError, match=message):
                 import_draft(theirs, tmp_path / "ours", str(target))
 
@@ -616,7 +616,7 @@ class TestSpeculators:
 
     def test_tokens_beyond_the_block(self, tmp_path: Path) -> None:
         save_draft(tiny_draft(MODEL, **DRAFTS["dflash"]), tmp_path / "draft")
-        with pytest.raises(ForedraftError, match="at most 6 at once"):
+        with pytest.raises(ForedraftError, match="this draft makes 6 at once"):
             export_draft(tmp_path / "draft", tmp_path / "exported", "speculators", num_draft_tokens=7)
 
     def test_unknown_format(self, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from test_deepseek import CONFIGS
 from tiny import tiny_draft, tiny_target
 
 from foredraft import ForedraftError, auto_draft, default_registry, save_draft
+from foredraft.cli import main
 from foredraft.cli.common import load_draft_for
 from foredraft.describe import describe
 from foredraft.doctor import Checkpoint, ask_engines, examine
@@ -172,3 +174,25 @@ def test_what_is_no_config(drafts: dict[str, Path], what: str, tmp_path: Path) -
     assert any(f.severity == "error" for f in examine(file.parent))
     with pytest.raises(ForedraftError):
         default_registry().engine("vllm")().command(file.parent, "some/target")
+
+
+@pytest.mark.parametrize("command", ["info", "doctor"])
+def test_a_terminal_obeys_no_name(
+    drafts: dict[str, Path], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of tensors, of the target: escapes, turned text and lone surrogates are spelt out, markup is text."""
+    shutil.copytree(drafts["eagle3"], tmp_path / "mutant")
+    file = tmp_path / "mutant" / "config.json"
+    fields = json.loads(file.read_text())
+    fields["foredraft"]["target"]["name"] = "\x1b[31m\u202e\ud800\x9b[/red]"
+    file.write_text(json.dumps(fields))
+    ways = [lambda: None, lambda: save_file({**load_file(weights), "\x1b]0;title\x07[/bold]": torch.zeros(1)}, weights, {"format": "pt"})]
+    weights = tmp_path / "mutant" / "model.safetensors"
+    for change in ways:
+        change()
+        monkeypatch.setattr(sys, "argv", ["foredraft", command, str(tmp_path / "mutant")])
+        with pytest.raises(SystemExit):
+            main()
+        out = "".join(capsys.readouterr())
+        assert not {"\x1b", "\x07", "\u202e", "\ud800", "\x9b"} & set(out)
+    assert "\\x1b]0;title\\x07" in out.replace("\n", "") or command == "doctor"
