@@ -108,7 +108,7 @@ class TestPublished:
 
     @pytest.fixture
     def saved(self, work: Path, tmp_path: Path) -> Path:
-        draft = auto_draft(work / "run" / "draft")
+        draft = tiny_draft(tiny_target(vocab=TOKENS), ttt_steps=2)  # fresh: once read, its settings are in another order
         draft.config.foredraft["target"]["name"] = "org/model"
         draft.config.foredraft["data"] = {"sources": ["chat.jsonl", "org/talks"], "packed": "12 conversations in 3 rows"}
         return save_draft(draft, tmp_path / "draft")
