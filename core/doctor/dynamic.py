@@ -137,9 +137,10 @@ class Trial:
     @property
     def fits(self) -> bool:
         """Whether it gains so much, and in so many samples, that chance is no explanation."""
+        tokens = self.after.tau - self.before.tau >= GAIN and _standard_errors(self.gain_U) >= CERTAIN
         # Where the draft's vocabulary changes, nats are of other tokens.
-        nats = float(self.nats_U.mean()) if self.suspect.id != "d2t" else 0.0
-        return (self.after.tau - self.before.tau >= GAIN or nats >= NATS) and _standard_errors(self.gain_U) >= CERTAIN
+        tells = self.suspect.id != "d2t" and float(self.gain_U.mean()) > 0
+        return tokens or (tells and float(self.nats_U.mean()) >= NATS and _standard_errors(self.nats_U) >= CERTAIN)
 
     def as_good_as(self, best: "Trial") -> bool:
         """Whether it explains as much as the best one."""
@@ -162,8 +163,8 @@ def trials(bench: Bench, draft: BaseDraft, before: Forced) -> Iterator[Trial]:
         for suspect in SUSPECTS:
             for variant in suspect.variants(draft, bench.target):
                 made = variant.of(draft)
-                after = bench.forced(made, first)
-                if after.chance_U.mean() <= before.part(first).chance_U.mean():
+                after, same = bench.forced(made, first), before.part(first)
+                if after.chance_U.mean() <= same.chance_U.mean() and after.nats_U.mean() >= same.nats_U.mean():
                     continue
                 trial = Trial(suspect, variant.change, made, before, after + bench.forced(made, rest) if bench.samples > quarter else after)
                 if trial.fits:
