@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from foredraft import DraftCollator, Target, auto_draft, save_draft
+from foredraft import BaseDraft, DraftCollator, Target, auto_draft, save_draft
 from foredraft.formats.exporting import export_draft
 
 CACHE = Path(__file__).parent.parent / ".cache" / "doctor"
@@ -75,8 +75,8 @@ class Base:
     options: dict[str, Any] = field(default_factory=dict)
     reduced: int | None = 60
     steps: int = 100
-    started: bool = True
-    """Whether its layers and fc began as the target's; other projects begin with random ones."""
+    turned: bool = False
+    """Whether its layers look unlike the target's and compute the same: neurons in another order, values, queries and keys turned."""
     biased: bool = False
     """Whether it has biases, which no draft of foredraft's own making has."""
     export: str | None = None
@@ -90,7 +90,7 @@ BASES: dict[str, Base] = {
     "eagle3-two-layers": Base("qwen3-yarn", "eagle3", {**EAGLE, "num_layers": 2, "qk_norm": True}),
     "eagle3-biased": Base("llama", "eagle3", EAGLE, biased=True),
     "eagle3-nbr": Base("llama", "eagle3", {**EAGLE, "norm_before_residual": True}, steps=180),
-    "eagle3-random-start": Base("llama", "eagle3", EAGLE, started=False, steps=450),
+    "eagle3-turned": Base("llama", "eagle3", EAGLE, turned=True),
     "eagle3-phi3": Base("phi3-longrope", "eagle3", EAGLE),
     "eagle31": Base("phi3-longrope", "eagle31", EAGLE),
     "eagle3-latent": Base("deepseek", "eagle3", EAGLE),
@@ -164,7 +164,37 @@ def draft_path(name: str) -> Path:
     if base.export:
         plain, form = next(n for n, b in BASES.items() if b == replace(base, export=None)), base.export
         return made_once(CACHE / "drafts" / name, lambda path: export_draft(draft_path(plain), path, form))
+    if base.turned:
+        return made_once(CACHE / "drafts" / name, _save_turned)
     return made_once(CACHE / "drafts" / name, lambda path: _train_draft(base, path))
+
+
+def _save_turned(path: Path) -> None:
+    draft = auto_draft(draft_path("eagle3"))
+    _turn(draft)
+    save_draft(draft, path)
+
+
+@torch.no_grad()
+def _turn(draft: BaseDraft) -> None:
+    """What drafts look like whose layers began at random, as other projects' do, for a draft of the llama's shape."""
+    generator, head = torch.Generator().manual_seed(0), 16
+    layer = draft.layers[0]
+    order = torch.randperm(SHAPE["intermediate_size"], generator=generator)
+    for module, dim in ((layer.mlp.gate_proj, 0), (layer.mlp.up_proj, 0), (layer.mlp.down_proj, 1)):
+        module.weight.copy_(module.weight.index_select(dim, order))
+    attention = layer.self_attn
+    for g in range(SHAPE["num_key_value_heads"]):
+        turn, _ = torch.linalg.qr(torch.randn(head, head, generator=generator))
+        angle = 6.28 * torch.rand(head // 2, generator=generator)
+        cos, sin = torch.diag(angle.cos()), torch.diag(angle.sin())
+        rotate = torch.cat([torch.cat([cos, -sin], 1), torch.cat([sin, cos], 1)])
+        keys, queries = slice(g * head, (g + 1) * head), [slice(h * head, (h + 1) * head) for h in (2 * g, 2 * g + 1)]
+        attention.v_proj.weight[keys] = turn @ attention.v_proj.weight[keys]
+        attention.k_proj.weight[keys] = rotate @ attention.k_proj.weight[keys]
+        for rows in queries:
+            attention.o_proj.weight[:, rows] = attention.o_proj.weight[:, rows] @ turn.T
+            attention.q_proj.weight[rows] = rotate @ attention.q_proj.weight[rows]
 
 
 def _train_target(family: str, path: Path, steps: int = 250) -> None:
@@ -212,9 +242,6 @@ def _train_draft(base: Base, path: Path) -> None:
     target = Target(model, draft.config.aux_layers)
     rows = rows_of(texts(10_000, 512))
     draft.start_from(target, rows)
-    if not base.started:
-        for parameter in (p for name, p in draft.named_parameters() if p.ndim == 2 and name.startswith(("fc.", "layers."))):
-            torch.nn.init.normal_(parameter, std=0.08)
     assert draft.algorithm is not None
     collate = DraftCollator(draft.algorithm)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-3)

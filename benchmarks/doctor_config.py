@@ -7,7 +7,7 @@ from doctor_plant import Plant, defect
 # Aux layers.
 
 
-@defect("aux", "eagle3", "eagle3-random-start", "eagle31", "eagle3-whole", "peagle", "dflash", "eagle3-speculators")
+@defect("aux", "eagle3", "eagle3-turned", "eagle31", "eagle3-whole", "peagle", "dflash", "eagle3-speculators")
 def aux_all_up_one(plant: Plant) -> None:
     plant.aux(lambda ids: [i + 1 for i in ids])
 
@@ -73,7 +73,7 @@ def num_aux_wrong(plant: Plant) -> None:
 # Rotary embedding.
 
 
-@defect("rope|theta|rotary", "eagle3", "eagle3-random-start", "eagle31", "dflash-llama", "eagle3-speculators")
+@defect("rope|theta|rotary", "eagle3", "eagle3-turned", "eagle31", "dflash-llama", "eagle3-speculators")
 def rope_theta_default(plant: Plant) -> None:
     plant.rope_everywhere(rope_theta=1000.0)
 

@@ -48,7 +48,7 @@ def vocab_size_padded(plant: Plant) -> None:
     plant.layer_config["vocab_size"] = 128
 
 
-@defect("d2t", "eagle3", "eagle3-random-start", "eagle31", "eagle3-weak", "eagle3-speculators")
+@defect("d2t", "eagle3", "eagle3-turned", "eagle31", "eagle3-weak", "eagle3-speculators")
 def d2t_plus_one(plant: Plant) -> None:
     set_d2t(plant, (ids_of(plant) + 1).clamp(max=len(plant.tensors["t2d"]) - 1))
 
@@ -112,7 +112,7 @@ def d2t_half_rounded(plant: Plant) -> None:
 # Embedding and head.
 
 
-@defect("embed", "eagle3", "eagle3-random-start", "eagle31", "eagle3-weak", "peagle", "eagle3-speculators")
+@defect("embed", "eagle3", "eagle3-turned", "eagle31", "eagle3-weak", "peagle", "eagle3-speculators")
 def embedding_random(plant: Plant) -> None:
     plant.fresh("embed_tokens.weight", 0.02)
 

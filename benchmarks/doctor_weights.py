@@ -18,12 +18,12 @@ def interleaved(rows: Tensor, head: int) -> Tensor:
 # The projection of the aux states.
 
 
-@defect(r"\bfc\b", "eagle3", "eagle3-random-start", "eagle31", "peagle", "dflash", "eagle3-speculators")
+@defect(r"\bfc\b", "eagle3", "eagle3-turned", "eagle31", "peagle", "dflash", "eagle3-speculators")
 def fc_initialised_again(plant: Plant) -> None:
     plant.fresh("fc.weight")
 
 
-@defect(r"\bfc\b|order|aux", "eagle3", "eagle3-random-start", "eagle31", "peagle", "eagle3-nbr-speculators")
+@defect(r"\bfc\b|order|aux", "eagle3", "eagle3-turned", "eagle31", "peagle", "eagle3-nbr-speculators")
 def fc_chunks_reversed(plant: Plant) -> None:
     plant.tensors["fc.weight"] = torch.cat(list(plant.need("fc.weight")[0].chunk(3, dim=1))[::-1], dim=1)
 
@@ -69,7 +69,7 @@ def fc_norms_in_another_order(plant: Plant) -> None:
 @defect(
     r"\bk(_proj)?\b.*\bv(_proj)?\b|\bv(_proj)?\b.*\bk(_proj)?\b|keys? and values?",
     "eagle3",
-    "eagle3-random-start",
+    "eagle3-turned",
     "peagle",
     "dflash",
     "eagle3-speculators",
@@ -78,12 +78,12 @@ def k_and_v_swapped(plant: Plant) -> None:
     plant.swap(f"{ATTENTION}.k_proj.weight", f"{ATTENTION}.v_proj.weight")
 
 
-@defect(r"gate", "eagle3", "eagle3-random-start", "eagle31", "dflash", "eagle3-latent")
+@defect(r"gate", "eagle3", "eagle3-turned", "eagle31", "dflash", "eagle3-latent")
 def gate_and_up_swapped(plant: Plant) -> None:
     plant.swap("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight")
 
 
-@defect(r"rotary|rope|interleav|layout", "eagle3", "eagle3-random-start", "dflash-llama", "eagle3-nbr-speculators")
+@defect(r"rotary|rope|interleav|layout", "eagle3", "eagle3-turned", "dflash-llama", "eagle3-nbr-speculators")
 def q_and_k_rows_of_the_original_layout(plant: Plant) -> None:
     head = plant.layer_config["head_dim"]
     for name in ("q_proj", "k_proj"):
@@ -107,7 +107,7 @@ def kv_heads_in_another_order(plant: Plant) -> None:
         plant.tensors[f"{ATTENTION}.{name}.weight"] = plant.need(f"{ATTENTION}.{name}.weight")[0].roll(16, 0)
 
 
-@defect(r"order|halves|concat|embed.*(state|feature)", "eagle3", "eagle3-random-start", "eagle31", "peagle", "eagle3-weak")
+@defect(r"order|halves|concat|embed.*(state|feature)", "eagle3", "eagle3-turned", "eagle31", "peagle", "eagle3-weak")
 def first_layer_reads_state_before_embedding(plant: Plant) -> None:
     for name in ("q_proj", "k_proj", "v_proj"):
         plant.tensors[f"{ATTENTION}.{name}.weight"] = plant.need(f"{ATTENTION}.{name}.weight")[0].roll(64, 1)
@@ -126,7 +126,7 @@ def norms_less_one(plant: Plant) -> None:
             plant.tensors[name] = plant.tensors[name] - 1
 
 
-@defect(r"o_proj", "eagle3", "eagle3-random-start", "eagle31", "dflash-llama")
+@defect(r"o_proj", "eagle3", "eagle3-turned", "eagle31", "dflash-llama")
 def o_proj_initialised_again(plant: Plant) -> None:
     plant.fresh(f"{ATTENTION}.o_proj.weight")
 
@@ -193,7 +193,7 @@ def norm_before_residual_lost(plant: Plant) -> None:
     plant.config["norm_before_residual"] = False
 
 
-@defect(r"norm_before_residual", "eagle3", "eagle3-random-start", "eagle31", "eagle3-weak")
+@defect(r"norm_before_residual", "eagle3", "eagle3-turned", "eagle31", "eagle3-weak")
 def norm_before_residual_switched_on(plant: Plant) -> None:
     plant.config["norm_before_residual"] = True
 
