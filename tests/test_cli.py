@@ -316,7 +316,12 @@ class TestTrain:
             "requires wandb to be installed",
         ):
             assert part in message
-        message = command.fails("train", work / "run.yaml", "target=./nope", "options.ttt_step=3", "adapter=lama")
+        (tmp_path / "run/draft").mkdir(parents=True)
+        (tmp_path / "run/draft/notes.txt").write_text("mine")
+        message = command.fails(
+            "train", work / "run.yaml", f"output_dir={tmp_path}/run", "target=./nope", "options.ttt_step=3", "adapter=lama"
+        )
+        assert f"'{tmp_path}/run/draft' holds more than a draft: notes.txt" in message
         assert "no target or draft at './nope': no such directory\n" in message
         assert "algorithm 'eagle3': unknown option 'ttt_step'; did you mean 'ttt_steps'?" in message
         assert not list(tmp_path.glob("file/*"))

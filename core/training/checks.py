@@ -11,6 +11,7 @@ from ..errors import ForedraftError, gathering
 from ..registry import default_registry
 from ..retarget import check_fits
 from ..target import load_config
+from ..writing import check_place
 from .settings import RunConfig
 from .trainer import DraftTrainingArguments
 
@@ -25,6 +26,8 @@ def check_run(config: RunConfig) -> DraftTrainingArguments:
         with gathering(problems):
             if directory is not None:
                 check_writable(directory, key)
+    with gathering(problems):
+        check_place(Path(config.output_dir) / "draft")
     (check_settled if config.draft else check_draft)(config, problems)
     if config.eval_data and config.data.held_out:
         problems.append("eval_data and data.held_out both say what to evaluate on: leave one of them out")
