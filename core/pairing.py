@@ -141,7 +141,7 @@ def _warn(made: Mapping[str, Any], config: PretrainedConfig, found: Mapping[str,
         name = f" than '{made['name']}', its own" if made.get("name") else ""
         warnings.warn(
             f"this draft was made for another target: this one has {' and '.join(reasons)}{name}; if acceptance is low, that is why",
-            stacklevel=4,
+            stacklevel=1,  # one place, so that Python tells it once
         )
 
 

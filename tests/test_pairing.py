@@ -56,6 +56,11 @@ def test_other_weights_are_named_in_one_line(tmp_path: Path) -> None:
             way()
         assert len([w for w in caught if "made for" in str(w.message)]) == 1, name
         assert "\n" not in str(caught[0].message)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        check_pair(other, draft)
+        ways["generate"]()
+    assert len([w for w in caught if "made for" in str(w.message)]) == 1, "a command asks more than once, and tells once"
     half = copy.deepcopy(model)
     half.lm_head.weight.data += 0.1
     with pytest.warns(UserWarning, match="this one has another head; if"):
