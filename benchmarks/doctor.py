@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from foredraft import BaseDraft, DraftCollator, Target, auto_draft, generate
 from foredraft.decoding.stats import DraftingStats
-from foredraft.doctor import Finding, ask_engines, examine_subject, measured, open_subject
+from foredraft.doctor import Finding, Runner, diagnose, open_subject
 from foredraft.formats.importing import import_draft
 from foredraft.losses import estimated_tau
 from foredraft.registry import default_registry
@@ -195,10 +195,10 @@ def prompts(seed: int) -> Path:
 
 
 def judge(defect: Defect, path: Path, plant: Plant) -> tuple[str, list[str]]:
-    """The verdict and all that doctor found; nothing is measured where the files tell."""
-    said = static(path, plant.target, plant.base)
+    """The verdict and all that the command tells; nothing is measured where the files tell, as that takes nothing away."""
+    said = told(path, plant.target, plant.base, None)
     if not named(defect, said):
-        said += measured(open_subject(path, plant.target), prompts(40_000))
+        said = told(path, plant.target, plant.base, Runner(prompts(40_000)))
     loud = [f for f in said if f.severity != "note"]
     if named(defect, said):
         verdict = "right"
@@ -207,11 +207,10 @@ def judge(defect: Defect, path: Path, plant: Plant) -> tuple[str, list[str]]:
     return verdict, [f"{f.severity} {f.id}: {f.found}" for f in said]
 
 
-def static(path: Path, target: Path, base: str) -> list[Finding]:
-    """What the files tell, asked for the engines that serve the sound draft."""
+def told(path: Path, target: Path, base: str, runner: Runner | None) -> list[Finding]:
+    """What the command tells, asked for the engines that serve the sound draft; nothing is measured without a runner."""
     sound = json.loads((draft_path(base) / "config.json").read_text())
-    subject = open_subject(path, target)
-    return [*examine_subject(subject), *ask_engines(subject.draft, serving(sound), asked=True)]
+    return diagnose(open_subject(path, target), serving(sound), asked=True, runner=runner)
 
 
 def serving(config: Mapping[str, Any]) -> list[Any]:
@@ -227,9 +226,7 @@ def named(defect: Defect, findings: Sequence[Finding]) -> bool:
 def false_alarms(base: str, sets: int) -> list[str]:
     """Warnings and errors about a sound draft, over some sets of prompts."""
     path, target = draft_path(base), target_path(BASES[base].family)
-    said = static(path, target, base)
-    for seed in range(sets):
-        said += measured(open_subject(path, target), prompts(40_000 + seed))
+    said = [f for seed in range(sets) for f in told(path, target, base, Runner(prompts(40_000 + seed)))]
     weak = sound_tau(base, "decoded") < WEAK
     loud = [f for f in said if f.severity != "note" and not (weak and f.id == "acceptance-low")]
     print(f"sound      {base}: τ {sound_tau(base, 'decoded'):.2f}, {len(loud)} alarms", flush=True)

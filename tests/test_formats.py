@@ -566,6 +566,7 @@ class TestSpeculators:
         options, again = (d.config.foredraft["options"] for d in (first, second))
         made = ("num_layers", "num_aux", "fc_norm", "norm_output", "qk_norm", "mask_token_id", "block_size", "num_depths")
         assert {k: options.get(k) for k in made} == {k: again.get(k) for k in made}
+        assert again.get("ttt_steps") in (None, 4)  # as many as are stated, not as many as would be trained by default
         aux_1SA = torch.randn(1, 5, 64 * len(draft.config.aux_layers))
         for draft in (first, second):
             if not draft.complete:

@@ -34,7 +34,7 @@ def doctor(
 
     from transformers.utils import logging
 
-    from ..doctor import Runner, ask_engines, examine_subject, mend, merged, open_subject, worst_first
+    from ..doctor import Runner, diagnose, mend, open_subject
     from ..errors import ForedraftError
     from ..registry import default_registry
 
@@ -44,9 +44,7 @@ def doctor(
 
     def findings(path: str | Path) -> "list[Finding]":
         subject = open_subject(path, target, loading.revision)
-        static = examine_subject(subject)
-        ran = runner.findings(subject, static) if measure and target else []
-        return worst_first(merged([*static, *ask_engines(subject.draft, engines, asked=bool(engine))], ran))
+        return diagnose(subject, engines, asked=bool(engine), runner=runner)
 
     def show(path: str | Path) -> None:
         if as_json:
@@ -55,11 +53,11 @@ def doctor(
             _show(found, done, fix)
 
     done: list[str] = []
-    runner = Runner(prompts, loading, show=True)
+    runner = Runner(prompts, loading, show=True) if measure and target else None
     found = findings(draft)
     if fix is not None:
         try:
-            done = mend(open_subject(draft, target, loading.revision), found, fix, runner.accepted if measure and target else None)
+            done = mend(open_subject(draft, target, loading.revision), found, fix, runner.accepted if runner else None)
             found = findings(fix)
         except ForedraftError:
             show(draft)

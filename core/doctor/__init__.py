@@ -1,7 +1,7 @@
 """Whether a draft is sound, before it is served: `foredraft doctor`."""
 
 from .checkpoint import SIDE_FILE, Checkpoint, TensorInfo
-from .dynamic import Runner, measured, merged
+from .dynamic import Runner, diagnose, measured
 from .examine import ask_engines, examine, examine_subject, open_subject, worst_first
 from .finding import Finding
 from .mend import mend
@@ -15,11 +15,11 @@ __all__ = [
     "Subject",
     "TensorInfo",
     "ask_engines",
+    "diagnose",
     "examine",
     "examine_subject",
     "measured",
     "mend",
-    "merged",
     "open_subject",
     "worst_first",
 ]

@@ -21,6 +21,8 @@ STRETCH = 16
 """Tokens of an answer that one sample looks at, at least."""
 SAMPLES = 8
 """Batches of such stretches, at most, on each of which drafts are compared."""
+KNOWN = 3
+"""Drafting steps that every method trains, where none is recorded: past those, a sound draft may gain by what is wrong."""
 Text = tuple[Tensor, int]
 """Ids [L], prompt and answer, and the length of the prompt."""
 
@@ -110,7 +112,8 @@ class _Sample:
 class Bench:
     """Drafts of one algorithm are measured here on a target's answers, changed or not; the target reads these once."""
 
-    def __init__(self, target: PreTrainedModel, draft: BaseDraft, texts: Sequence[Text], show: bool = False):
+    def __init__(self, target: PreTrainedModel, draft: BaseDraft, texts: Sequence[Text], show: bool = False, recorded: bool = True):
+        """`recorded`: whether the draft's algorithm is known to be as in training; else only so many steps count as all train."""
         if draft.algorithm is None:
             raise ForedraftError("this draft has no algorithm to run")
         self.target, self.algorithm, self.texts, self.show = target, draft.algorithm, texts, show
@@ -120,7 +123,8 @@ class Bench:
         none = torch.empty(0, dtype=torch.long, device=target.device)
         whole = [collate([_row(ids, length, len(ids), len(ids), i)]) for i, (ids, length) in enumerate(texts)]
         read = [reader.capture({**_to(batch, target.device), "teacher_rows": none}) for batch in whole]
-        self.steps = len(whole[0]["counts"])
+        steps, limit = len(whole[0]["counts"]), draft.algorithm.max_tokens
+        self.steps = steps if recorded or limit else min(steps, KNOWN)
         self._aux = [list(signal.aux_BSA.chunk(count - 1, dim=-1)) for signal in read]
         size = max(STRETCH, 2 * self.steps)
         stretches = [
@@ -149,7 +153,7 @@ class Bench:
                 aux = [torch.cat([_padded(self._aux[text][i - 1], length) for text in s.texts]) for i in draft.config.aux_layers]
                 signal = replace(s.signal, aux_BSA=torch.cat(aux, dim=-1))
                 metrics = self.algorithm.loss(draft, s.batch, signal, counts_K).metrics
-            sums.append(torch.stack([metrics.get(name, 0 * counts_K).double() for name in METRICS]).cpu())
+            sums.append(torch.stack([metrics.get(name, 0 * counts_K)[: self.steps].double() for name in METRICS]).cpu())
         return Forced(*torch.stack(sums, dim=1))
 
     def decoded(self, draft: BaseDraft) -> list[float]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ from ..loading import PLAIN, Loading
 from ..progress import Progress
 from ..target import load_target, load_tokenizer
 from .bench import Acceptance, Bench, Forced, Text, answers
-from .examine import ORDER
+from .examine import ORDER, ask_engines, examine_subject, worst_first
 from .finding import Finding, error, note, warning
 from .subject import Subject
 from .suspects import SUSPECTS, Suspect
@@ -102,7 +103,7 @@ class Runner:
             self._read = target, answers(target, [encode(tokenizer, prompt) for prompt in prompts], NEW_TOKENS, self.show)
         target, texts = self._read
         draft = draft.to(target.device, target.dtype).eval()
-        return Bench(target, draft, texts, self.show), draft
+        return Bench(target, draft, texts, self.show, recorded=bool(subject.made)), draft
 
 
 def _unmeasured(why: str) -> Finding:
@@ -224,6 +225,13 @@ def _named(bench: Bench, fitting: Sequence[Trial], as_it_is: Acceptance, found: 
 def _same_cause(suspect: Suspect, found: Iterable[Finding]) -> Finding | None:
     """A finding in the files that names this cause."""
     return next((f for f in found if f.id.startswith(suspect.named)), None)
+
+
+def diagnose(subject: Subject, engines: Iterable[Any] = (), asked: bool = False, runner: Runner | None = None) -> list[Finding]:
+    """All that the files, engines (`asked` for by name) and, with a runner, a run tell: each cause once, worst first."""
+    static = examine_subject(subject)
+    ran = runner.findings(subject, static) if runner else []
+    return worst_first(merged([*static, *ask_engines(subject.draft, engines, asked)], ran))
 
 
 def merged(found: Sequence[Finding], ran: Sequence[Finding]) -> list[Finding]:

@@ -128,6 +128,7 @@ class DraftFields(Strict):
     partial_rotary_factor: float | None = None
     block_size: Size | None = None
     num_depths: Size | None = None
+    ttt_steps: Size | None = None
     mask_token_id: Token | None = None
     pard_token: Token | None = None
     ptd_token_id: Token | None = None

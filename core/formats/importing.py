@@ -149,6 +149,7 @@ class _Import:
             "mask_token_id": fields.mask_token,
             "block_size": fields.block_size or fields.dflash_config.block_size,
             "num_depths": fields.num_depths,
+            "ttt_steps": fields.ttt_steps,
         }
         if fields.norm_before_residual and "norm_before_residual" not in options:
             raise ForedraftError(f"norm_before_residual: its first layer adds to the normed state, ours of {self.kind.name} to the state")

@@ -68,7 +68,7 @@ def flatten_speculators(config: Config) -> dict[str, Any]:
         tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     except (KeyError, TypeError, IndexError):
         return fields
-    return {**fields, "num_depths": tokens}
+    return {**fields, "num_depths": tokens, "ttt_steps": tokens}
 
 
 PEERS = (
