@@ -33,8 +33,10 @@ def locate(name: str | Path) -> str | Path:
 
     Of what is on the hub only `config.json` is asked for, unless it is a draft.
     """
-    if Path(name).exists() or not ID.fullmatch(str(name)):
+    if Path(name).exists():
         return find_draft(name)
+    if not ID.fullmatch(str(name)):
+        return name  # as it was spelt: `./nope` can be no id
     directory = download(str(name), ["config.json"], "target or draft")
     try:
         fields = read_json(directory / "config.json")

@@ -322,7 +322,8 @@ class TestTrain:
             "train", work / "run.yaml", f"output_dir={tmp_path}/run", "target=./nope", "options.ttt_step=3", "adapter=lama"
         )
         assert f"'{tmp_path}/run/draft' holds more than a draft: notes.txt" in message
-        assert "no target or draft at './nope': no such directory\n" in message
+        for other in (message, command.fails("info", "./nope")):
+            assert "no target or draft at './nope': no such directory\n" in other
         assert "algorithm 'eagle3': unknown option 'ttt_step'; did you mean 'ttt_steps'?" in message
         assert not list(tmp_path.glob("file/*"))
 
