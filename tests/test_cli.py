@@ -323,7 +323,7 @@ class TestTrain:
         )
         assert f"'{tmp_path}/run/draft' holds more than a draft: notes.txt" in message
         for other in (message, command.fails("info", "./nope")):
-            assert "no target or draft at './nope': no such directory\n" in other
+            assert "no target or draft at './nope': no such directory\n" in f"{other}\n"
         assert "algorithm 'eagle3': unknown option 'ttt_step'; did you mean 'ttt_steps'?" in message
         assert not list(tmp_path.glob("file/*"))
 
