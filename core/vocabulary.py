@@ -1,6 +1,6 @@
 """The draft vocabulary: the tokens a draft may propose, chosen by how often the supervised text uses them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,19 +62,22 @@ class DraftVocabulary(nn.Module):
 
 
 def count_tokens(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
-    """How often each token id is supervised in packed rows (`input_ids`, `spans`); int64 [V]."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for ids, spans in _columns(rows, "input_ids", "spans"):
-        counts += torch.bincount(ids[spans >= 0], minlength=vocab_size)
-    return counts
+    """How often each token id is supervised in packed rows (`input_ids`, `spans`); int64 [V]. Raises as `check_ids`."""
+    return _count(rows, "spans", vocab_size)
 
 
 def count_all(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
-    """How often each token id stands in packed rows (`input_ids`, `documents`), supervised or not; int64 [V]."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for ids, documents in _columns(rows, "input_ids", "documents"):  # where documents are padded, id 0 stands for nothing
-        counts += torch.bincount(ids[documents >= 0], minlength=vocab_size)
-    return counts
+    """How often each token id stands in packed rows (`input_ids`, `documents`), supervised or not; int64 [V]. Raises as `check_ids`."""
+    return _count(rows, "documents", vocab_size)  # where documents are padded, id 0 stands for nothing
+
+
+def check_ids(highest: int, vocab_size: int, what: str) -> None:
+    """Raises `ForedraftError` unless the target knows the highest token id that `what` holds."""
+    if highest >= vocab_size:
+        raise ForedraftError(
+            f"{what} holds token {highest}, the target's embedding has {vocab_size} rows: the tokenizer is another model's, or tokens were "
+            "added to it and not to the target (resize_token_embeddings)"
+        )
 
 
 def coverage(counts_V: Tensor, ids_W: Tensor) -> float:
@@ -115,8 +118,12 @@ def choose_mask_token(rows: Iterable[dict[str, Any]], embedding_VT: Tensor, aske
     return asked if asked is not None else int((spoken if len(spoken) else unused)[-1])
 
 
-def _columns(rows: Iterable[dict[str, Any]], *names: str) -> Iterator[tuple[Tensor, ...]]:
-    """Columns of packed rows; of a data set, those of many rows at a time, which takes a tenth of the time."""
+def _count(rows: Iterable[dict[str, Any]], column: str, vocab_size: int) -> Tensor:
+    """How often each id stands where `column` is no padding; of a data set many rows at a time, which takes a tenth of the time."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
     parts: Any = rows.with_format("numpy").iter(64) if hasattr(rows, "with_format") else rows
     for part in parts:
-        yield tuple(torch.as_tensor(part[name]) for name in names)
+        ids, marks = torch.as_tensor(part["input_ids"]), torch.as_tensor(part[column])
+        check_ids(int(ids.max()) if ids.numel() else 0, vocab_size, "a row")
+        counts += torch.bincount(ids[marks >= 0], minlength=vocab_size)
+    return counts

@@ -518,6 +518,9 @@ def test_what_a_training_is_given(tmp_path: Path, wrong: str) -> None:
     given, message = WRONG[wrong]
     with pytest.raises(ForedraftError, match=message):
         DraftTrainer(fresh(), args=arguments(tmp_path), **{"target": MODEL, "train_dataset": ROWS, **given})
+    if "holds token" in message:
+        with pytest.raises(ForedraftError, match=message):
+            auto_draft(MODEL.config, draft_vocab_size=20).start_from(MODEL, given["train_dataset"])
 
 
 @pytest.mark.parametrize(

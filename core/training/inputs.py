@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 
 from ..errors import ForedraftError
+from ..vocabulary import check_ids
 
 COLUMNS = ("input_ids", "documents", "spans", "row")
 
@@ -29,11 +30,7 @@ def check_rows(rows: Any, vocab_size: int, what: str) -> None:
             f"{what}: expected packed rows ({', '.join(COLUMNS)}), found {found}\n"
             "  pack(conversations, tokenizer, length) makes rows of conversations"
         )
-    if (highest := _highest_id(rows)) >= vocab_size:
-        raise ForedraftError(
-            f"{what} holds token {highest}, the target's embedding has {vocab_size} rows: the tokenizer is another model's, or tokens were "
-            "added to it and not to the target (resize_token_embeddings)"
-        )
+    check_ids(_highest_id(rows), vocab_size, what)
 
 
 def _highest_id(rows: Any) -> int:
