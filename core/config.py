@@ -29,10 +29,12 @@ _TELLING = (
 
 
 UNTOLD = (
+    "attention_bias",
     "eagle_aux_hidden_state_layer_ids",
     "head_dim",
     "hidden_act",
     "mask_token_id",
+    "mlp_bias",
     "num_attention_heads",
     "num_key_value_heads",
     "rms_norm_eps",

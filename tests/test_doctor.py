@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from foredraft import DraftCollator, ForedraftError, Target, auto_draft, save_dr
 from foredraft.cli import app
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.doctor import Checkpoint, Finding, Subject, ask_engines, dynamic, examine, mend, open_subject, suspects, tensors
-from foredraft.doctor.bench import Bench, answers
+from foredraft.doctor.bench import Bench, Forced, answers
 from foredraft.doctor.examine import CHECKS
 from foredraft.doctor.finding import note, warning
 from foredraft.doctor.mend import MENDS
@@ -503,6 +503,7 @@ BROKEN: list[tuple[str, str, bool, Break]] = [
     ("fc-random", "eagle3", False, filling("fc.weight", noisy)),
     ("fc-order", "eagle3", False, filling("fc.weight", lambda t: t.roll(32, dims=1))),
     ("bias-tensors", "eagle3", False, setting("attention_bias", value=True)),
+    ("bias-lost", "eagle3", False, setting("foredraft", "fields", "mlp_bias", value=True)),
     ("bias-tensors", "dflash", False, setting("mlp_bias", value=True)),
     ("bias-flag", "eagle3", False, lambda c, s: s.update(biases("gate", "up", "down"))),
     ("bias-tensors", "eagle3", False, lambda c, s: [c.update(mlp_bias=True), s.update(biases("gate"))]),
@@ -626,6 +627,8 @@ def test_no_embedding_is_taken_from_another_target(sound: Callable[..., Path], t
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE), dtype=torch.float32).save_pretrained(tmp_path / "other")
     found = examine(sound(), tmp_path / "other")
     assert {"embedding-random", "target-other"} <= serious(found)
+    older = rewritten(sound(), tmp_path / "older", lambda c, s: c["foredraft"]["target"].pop("sample"))
+    assert "target-other" in serious(examine(older, tmp_path / "other")), "told by its tables, where nothing is recorded"
     with pytest.raises(ForedraftError, match="certainty"):
         mend(open_subject(sound(), tmp_path / "other"), found, tmp_path / "mended")
 
@@ -786,6 +789,7 @@ SUSPECTED: list[tuple[str, str, Callable[[Any], Variant]]] = [
     ("aux", "medusa", lambda d: shifted(d, -1)),
     ("norms", "eagle31", lambda d: flipped(d, "norm_output")),
     ("norms", "eagle3", lambda d: flipped(d, "norm_before_residual")),
+    ("norms", "eagle3", lambda d: Variant("", state={n: t - 1 for n, t in d.state_dict().items() if n.endswith("norm.weight")})),
     ("norms", "eagle3", lambda d: in_place_of(d, "layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight")),
     ("d2t", "eagle31", target_ids),
     ("rope", "eagle31", lambda d: Variant("", {"rope_parameters": {"rope_type": "default", "rope_theta": 2.0}})),
@@ -809,6 +813,15 @@ def test_the_suspect_that_fits_is_named(id: str, algorithm: str, change: Callabl
     found = dynamic.run(bench, change(draft).of(draft))
     assert [f.id for f in found] == [f"suspect-{id}", "acceptance"], [f.found for f in found]
     assert found[0].found.count("teacher-forced") == found[0].found.count("decoded") == 2, "both numbers, before and after"
+
+
+def test_what_sound_drafts_gain_by_must_gain_much() -> None:
+    """More norms keep a sound draft's states from growing past the steps of its training."""
+    count_UK = torch.full((8, 4), 100.0)
+    weak, better, best = (Forced(count_UK, share * count_UK, share * count_UK, (1 - share) * count_UK) for share in (0.7, 0.78, 0.95))
+    every = {s.id for s in suspects.SUSPECTS}
+    assert {s.id for s in suspects.SUSPECTS if dynamic.Trial(s, "", cast(Any, None), weak, better).fits} == every - {"norms"}
+    assert {s.id for s in suspects.SUSPECTS if dynamic.Trial(s, "", cast(Any, None), weak, best).fits} == every
 
 
 def test_a_draft_that_learned_nothing_is_low(pair: Callable[[str], Pair]) -> None:

@@ -313,7 +313,7 @@ def _windows(s: Subject, kinds: Any, window: Any, dflash: Mapping[str, Any]) -> 
 def recorded(s: Subject) -> dict[str, Any]:
     """What foredraft recorded of fields when it made the draft, without those of which other checks tell."""
     wanted = {name: s.spec[name] for name in ("fc_norm", "norm_output", "norm_before_residual") if name in s.spec}
-    elsewhere = ("eagle_aux_hidden_state_layer_ids", "mask_token_id", "rope_parameters")
+    elsewhere = ("attention_bias", "eagle_aux_hidden_state_layer_ids", "mask_token_id", "mlp_bias", "rope_parameters")
     wanted |= {name: value for name, value in s.saved.items() if name not in elsewhere}
     for name, spec, held in (("num_hidden_layers", "num_layers", len(s.layers)), ("num_aux_hidden_states", "num_aux", s.chunks)):
         if spec in s.spec and s.integer(name) == held:  # else the file says which is right

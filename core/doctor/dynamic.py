@@ -37,6 +37,8 @@ GAIN = 0.2
 """Tokens per target pass that it must gain,"""
 NATS = 0.1
 """or nats per drafted token, which tell where hardly anything is accepted, too."""
+MUCH = 0.4
+"""What a tempting change must gain: this share of those that were accepted, and so many nats."""
 LARGE = 0.5
 """A gain of so many tokens per target pass, or of this share of those that were accepted, is an error's."""
 CLOSE = 0.9
@@ -138,10 +140,13 @@ class Trial:
     @property
     def fits(self) -> bool:
         """Whether it gains so much, and in so many samples, that chance is no explanation."""
-        tokens = self.after.tau - self.before.tau >= GAIN and _standard_errors(self.gain_U) >= CERTAIN
-        # Where the draft's vocabulary changes, nats are of other tokens.
-        tells = self.suspect.id != "d2t" and float(self.gain_U.mean()) > 0
-        return tokens or (tells and float(self.nats_U.mean()) >= NATS and _standard_errors(self.nats_U) >= CERTAIN)
+        tempting = self.suspect.tempting
+        least = max(GAIN, MUCH * (self.before.tau - 1)) if tempting else GAIN
+        tokens = self.after.tau - self.before.tau >= least and _standard_errors(self.gain_U) >= CERTAIN
+        # Nats tell of drafts that are hardly accepted: others have room to gain by what is wrong, too. Where the draft's
+        # vocabulary changes, they are of other tokens.
+        tells = self.before.tau < LOW and self.suspect.id != "d2t" and float(self.gain_U.mean()) > 0
+        return tokens or (tells and float(self.nats_U.mean()) >= (MUCH if tempting else NATS) and _standard_errors(self.nats_U) >= CERTAIN)
 
     def as_good_as(self, best: "Trial") -> bool:
         """Whether it explains as much as the best one."""

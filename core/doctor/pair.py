@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .finding import Finding, error, note, warning
-from .origin import nearest
+from .origin import named_share, nearest
 from .subject import Subject, as_integer, as_mapping
 
 if TYPE_CHECKING:
@@ -50,17 +50,29 @@ def weights(s: Subject) -> Iterator[Finding]:
 
     if s.target is None or s.target_fields.get("quantization_config"):
         return
+    embedding, head = s.target_embedding(), s.target_head()
     try:
-        other = other_weights(as_mapping(s.made.get("target")), {"embedding": s.target_embedding(), "head": s.target_head()})
+        other = other_weights(as_mapping(s.made.get("target")), {"embedding": embedding, "head": head})
     except (TypeError, ValueError, IndexError):  # the record is malformed
-        return
-    if other:
+        other = []
+    if other or _alien(s, embedding, head):
+        why = f"its {' and '.join(other)} are not that one's" if other else "the draft's embedding and head are both unlike its own"
         yield warning(
             "target-other",
-            f"the target's {' and '.join(other)} are not those of the target that the draft was made for",
+            f"this is another target than the draft's: {why}",
             "it drafts for another model's text: fewer tokens are accepted",
             "serve it with its own target, or train it on for this one",
         )
+
+
+def _alien(s: Subject, embedding: "Tensor | None", head: "Tensor | None") -> bool:
+    """Whether a draft's embedding and head are both there and both unlike the target's: a single one may be damaged, or never was its."""
+    mine, rows, ids = s.load("embed_tokens.weight"), s.load("lm_head.weight"), s.draft_ids()
+    if mine is None or rows is None or ids is None or embedding is None or head is None or s.prefix:
+        return False
+    if mine.shape != embedding.shape or mine.ndim != 2 or rows.ndim != 2 or rows.shape[1:] != head.shape[1:] or int(ids.max()) >= len(head):
+        return False
+    return likeness(mine, embedding) < 0.1 and likeness(rows, head[ids]) < 0.1 and named_share(rows, head, ids) < 0.1
 
 
 def embedding(s: Subject) -> Iterator[Finding]:

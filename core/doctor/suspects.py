@@ -53,6 +53,8 @@ class Suspect:
     """The changes that would undo it in this draft; none where it cannot be the cause."""
     named: tuple[str, ...] = ()
     """What the ids of findings in the files begin with that name the same cause."""
+    tempting: bool = False
+    """Whether sound drafts gain by it, too, somewhat: it must gain more."""
 
 
 def aux_layers(draft: Any, target: PreTrainedModel) -> Variants:
@@ -91,6 +93,9 @@ def norms(draft: Any, target: PreTrainedModel) -> Variants:
         )
     pairs = [("input_layernorm", "hidden_norm"), ("input_layernorm", "post_attention_layernorm"), ("self_attn.q_norm", "self_attn.k_norm")]
     yield from _swaps(pairs, state)
+    less = {n: t for n, t in state.items() if n.endswith("norm.weight") or n.startswith("fc_norm.")}
+    if any(float(t.lt(0).float().mean()) > 0.1 for t in less.values()):  # as norms that multiply seldom are
+        yield Variant("one more in all weights of norms, which Gemma keeps less one", state={n: t + 1 for n, t in less.items()})
     if len(draft.fc_norm) > 1:
         names = [f"fc_norm.{i}.weight" for i in range(len(draft.fc_norm))]
         yield Variant("the norms before fc in the opposite order", state={n: state[m] for n, m in zip(names, names[::-1], strict=True)})
@@ -251,9 +256,10 @@ SUSPECTS = (
     Suspect(
         "norms",
         "the draft is normed otherwise than in training",
-        "set the flags so, at the top level of config.json; where norms changed places, swap their names in the file",
+        "set the flags so, at the top level of config.json; where norms changed places or lost one, change them in the file",
         norms,
         ("fc-norm-", "norm-", "record-", "tensors-swapped"),
+        tempting=True,  # more norms keep the states from growing as they are fed back
     ),
     Suspect("d2t", "drafted tokens are taken for others", "write this mapping into d2t and t2d", vocabulary, ("d2t-", "t2d-")),
     Suspect("rope", "the draft turns queries and keys otherwise than in training", "write these rope_parameters", rope, ("rope-",)),

@@ -209,6 +209,13 @@ def biases(s: Subject) -> Iterator[Finding]:
                 "engines make biases and leave them uninitialised, or refuse the draft",
                 f"set {flag} to false, if the draft was trained without",
             )
+        if s.saved.get(flag) is True and s.fields.get(flag) is not True and not there:
+            yield error(
+                "bias-lost",
+                f"the draft was made with {flag}, and has neither the flag nor biases",
+                "its layers add nothing where they added a trained bias",
+                "copy config.json and the file of the training anew",
+            )
         if there and s.fields.get(flag) is not True:
             yield error(
                 "bias-flag",
