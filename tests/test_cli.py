@@ -355,7 +355,7 @@ class TestTrain:
 
     def test_evaluating_on_nothing(self, command: Command, work: Path, tmp_path: Path) -> None:
         overrides = (f"output_dir={tmp_path}", "data.held_out=0", "training.eval_strategy=epoch")
-        assert "set data.held_out" in command.fails("train", work / "run.yaml", *overrides)
+        assert "set eval_data or data.held_out" in command.fails("train", work / "run.yaml", *overrides)
 
     def test_overrides_fill_an_empty_section(self, command: Command, work: Path, tmp_path: Path) -> None:
         (tmp_path / "run.yaml").write_text("target: t\noutput_dir: o\ndata: {train: x}\ntraining:\n")

@@ -115,4 +115,4 @@ def test_train_decode_and_uninstall(stranger: Stranger) -> None:
 
     stranger.pip("uninstall", "--yes", *PACKAGES)
     assert not re.search("some_family|first_token", stranger.run("foredraft", "plugins"))
-    assert "unknown algorithm 'first_token'" in stranger.run(*decode, fails=True)
+    assert "unknown adapter 'some_family'" in stranger.run(*decode, fails=True)

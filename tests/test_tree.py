@@ -533,7 +533,7 @@ class TestErrors:
         text = self.refuse("LlamaForCausalLM cannot verify a tree", use_cache=False, output_attentions=True, return_dict_in_generate=True)
         assert "use_cache=False" in text
         assert "output_attentions" in text
-        self.refuse(r"ask for 2 sequences \(num_beams", num_beams=2)
+        self.refuse("num_beams=2: a draft decodes one sequence at a time", num_beams=2)
         self.refuse("keeps states in StaticLayer", cache_implementation="static")
         self.refuse("keeps states in StaticLayer", past_key_values=StaticCache(config=small_pair()[0].config, max_cache_len=40))
 

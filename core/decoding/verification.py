@@ -45,7 +45,7 @@ class TreeDecoding:
         **model_kwargs: Any,
     ) -> Any:
         """Decode `input_ids` [1, L]; returns what the settings ask for."""
-        check_tree_decoding(model, input_ids, generation_config, model_kwargs.get("past_key_values"))
+        check_tree_decoding(model, generation_config, model_kwargs.get("past_key_values"))
         self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
         self.ids = input_ids
         self.scores: list[Tensor] = []
@@ -143,7 +143,7 @@ class TreeDecoding:
         return rows, finished
 
 
-def check_tree_decoding(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, cache: Any) -> None:
+def check_tree_decoding(model: PreTrainedModel, config: GenerationConfig, cache: Any) -> None:
     """Raises `ForedraftError` that names every reason why a tree cannot be verified here."""
     text = model.config.get_text_config(decoder=True)
     attention, reasons = text._attn_implementation, []
@@ -155,8 +155,6 @@ def check_tree_decoding(model: PreTrainedModel, input_ids: Tensor, config: Gener
         reasons.append(f"it keeps states in {', '.join(other)}: branches of a tree need layers that keep every token apart")
     if cache is None:
         reasons.append("use_cache=False: a tree is verified against the cache of the text before it")
-    if len(input_ids) > 1:
-        reasons.append(f"the settings ask for {len(input_ids)} sequences (num_beams, num_return_sequences): one at a time is decoded")
     if config.return_dict_in_generate and config.output_attentions:
         reasons.append("output_attentions: attention over a tree is not attention over its text")
     if reasons:

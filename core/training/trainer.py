@@ -64,7 +64,7 @@ class DraftTrainingArguments(TrainingArguments):
         for name, value in typed.items():
             setattr(self, name, value)
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        if self.disable_tqdm is None:
+        if "disable_tqdm" not in values:
             self.disable_tqdm = not (sys.stderr.isatty() or is_in_notebook())
         try:
             super().__post_init__()
