@@ -554,7 +554,7 @@ class TestErrors:
         config._attn_implementation = "sdpa"
         for cache in (DynamicCache(config=config), DynamicCache()):
             with pytest.raises(ForedraftError, match=f"keeps states in {layer}"):
-                check_tree_decoding(SimpleNamespace(config=config), PROMPT, GenerationConfig(), cache)  # type: ignore[arg-type]
+                check_tree_decoding(SimpleNamespace(config=config), GenerationConfig(), cache)  # type: ignore[arg-type]
 
     def test_drafters_without_trees(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(small_pair()[1].algorithm), "drafter", lambda *_: SimpleNamespace(propose=None))
