@@ -17,10 +17,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from foredraft import BaseDraft, ForedraftError, hookimpl
-from foredraft.attention import MultiHeadLatentAttention
-from foredraft.config import DraftConfigMixin
-from foredraft.protocols import AlgorithmBase, Batch, DraftSpec
-from foredraft.target import Signal
+from foredraft.contracts.algorithm import AlgorithmBase
+from foredraft.contracts.config import DraftConfigMixin
+from foredraft.contracts.draft import Batch
+from foredraft.contracts.signal import Signal
+from foredraft.contracts.spec import DraftSpec
+from foredraft.draft.attention import MultiHeadLatentAttention
 
 # Taken over from the target; all else of the draft's config follows from the algorithm.
 SHARED = (

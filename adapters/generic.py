@@ -3,7 +3,7 @@
 from transformers import PretrainedConfig
 
 from foredraft import GroupedQueryDraft, hookimpl
-from foredraft.compatibility import objection
+from foredraft.decoding.compatibility import objection
 
 
 class GenericDraft(GroupedQueryDraft):

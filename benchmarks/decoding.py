@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from foredraft import auto_draft
-from foredraft.target import AuxCapture
+from foredraft.target.capture import AuxCapture
 
 PROMPT, ROUNDS = 256, 30
 

@@ -31,10 +31,11 @@ from torch import Tensor
 from transformers.utils import logging
 
 from foredraft import BaseDraft, DraftCollator, Target, auto_draft, generate
+from foredraft.contracts.finding import Finding
 from foredraft.decoding.stats import DraftingStats
-from foredraft.doctor import Finding, Runner, diagnose, open_subject
+from foredraft.doctor import Runner, diagnose, open_subject
 from foredraft.formats.importing import import_draft
-from foredraft.losses import estimated_tau
+from foredraft.loss.cross_entropy import estimated_tau
 from foredraft.registry import default_registry
 
 FALL, DRAFTED, PROMPT, NEW = 0.1, 4, 6, 32

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import foredraft.plugins.eagle3 as plugin
 from foredraft import DraftCollator, Target, auto_draft
-from foredraft.losses import cross_entropy
+from foredraft.loss.cross_entropy import cross_entropy
 
 VARIANTS = ("fused", "readable loss", "eager attention")
 ROWS, LENGTH, STEPS = 2, 512, 4

@@ -10,27 +10,28 @@ __version__ = "0.1.0"
 
 # Public names and where they live; resolved on first use, so that `import foredraft` loads neither torch nor transformers.
 _EXPORTS = {
-    "AlgorithmBase": ".protocols",
+    "AlgorithmBase": ".contracts",
     "BaseDraft": ".draft",
     "Conversations": ".data",
     "DraftCollator": ".data",
-    "DraftSpec": ".protocols",
+    "DraftSpec": ".contracts",
     "DraftTrainer": ".training",
     "DraftTrainingArguments": ".training",
-    "EngineBase": ".engines",
+    "EngineBase": ".contracts",
     "ForedraftError": ".errors",
-    "GroupedQueryDraft": ".grouped_query",
+    "GroupedQueryDraft": ".draft",
     "Registry": ".registry",
-    "Signal": ".target",
+    "Signal": ".contracts",
     "Target": ".target",
     "TreeShape": ".decoding",
     "auto_draft": ".auto",
     "default_registry": ".registry",
     "evaluate": ".decoding",
     "generate": ".decoding",
-    "hookimpl": ".hookspecs",
+    "hookimpl": ".contracts",
     "pack": ".data",
-    "save_draft": ".checkpoint",
+    "save_draft": ".files",
+    "serve_command": ".formats",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -8,15 +8,16 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import AutoConfig, PretrainedConfig
 
-from .checkpoint import build, load_draft
-from .config import DraftConfigMixin
-from .draft import BaseDraft
+from .contracts.algorithm import AlgorithmBase
+from .contracts.config import DraftConfigMixin
+from .contracts.spec import DraftSpec
+from .draft.model import BaseDraft
 from .errors import ForedraftError, describe_validation
-from .hub import locate
-from .protocols import AlgorithmBase, DraftSpec
-from .reading import draft_config, read_config
+from .files.hub import locate
+from .files.ours import build, load_draft
+from .files.reading import draft_config, read_config
 from .registry import DEFAULT_ALGORITHM, Registry, default_registry
-from .target import load_config
+from .target.loading import load_config
 
 
 def auto_draft(
@@ -99,7 +100,7 @@ def _settled(
 
 def _recorded(draft: BaseDraft, options: Mapping[str, Any]) -> BaseDraft:
     """The draft with changed options in its config, too, so that what is saved says how it was trained."""
-    if options and draft.algorithm is not None:
-        made = {**draft.config.foredraft, "options": draft.algorithm.options.model_dump(mode="json")}
-        draft.config.update({"foredraft": made, **draft.algorithm.engine_fields(draft.config)})
+    if options and (method := draft.algorithm) is not None:
+        changed = {"options": method.options.model_dump(mode="json"), "max_tokens": method.max_tokens}
+        draft.config.update({"foredraft": {**draft.config.foredraft, **changed}, **method.engine_fields(draft.config)})
     return draft

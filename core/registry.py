@@ -9,11 +9,12 @@ from typing import Any
 
 import pluggy
 
-from . import hookspecs
+from .contracts import AlgorithmBase, DraftModel, EngineBase, hookspecs
+from .contracts.plugin import Plugin
 from .errors import ForedraftError, nearest
-from .requirements import lacking
 
-KINDS = ("adapter", "algorithm", "engine")
+KINDS: dict[str, type[Plugin]] = {"adapter": DraftModel, "algorithm": AlgorithmBase, "engine": EngineBase}
+"""What plugins bring, by the hooks `foredraft_adapters`, `foredraft_algorithms`, ..., and the contract of each."""
 DEFAULT_ALGORITHM = "eagle3"
 
 
@@ -165,7 +166,7 @@ class Registry:
                 for cls in hook.function()
             ]
             for kind, cls in offered:
-                if problems := lacking(kind, cls):
+                if problems := _lacking(kind, cls):
                     raise TypeError(f"{kind} {getattr(cls, '__name__', cls)} needs\n    " + "\n    ".join(problems))
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             if isinstance(error, KeyboardInterrupt):
@@ -174,6 +175,14 @@ class Registry:
             self.broken.append(Broken(name, distribution, f"{type(error).__name__}: {error}"))
         else:
             self.registered += [Registered(kind, cls.name, cls, distribution) for kind, cls in offered]
+
+
+def _lacking(kind: str, cls: Any) -> list[str]:
+    """What a class still needs to be a plugin of this kind, a text each."""
+    base = KINDS[kind]
+    if not isinstance(cls, type) or not issubclass(cls, base):
+        return [f"to be a subclass of foredraft.{'BaseDraft' if base is DraftModel else base.__name__}"]
+    return cls.lacking()
 
 
 @cache

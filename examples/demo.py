@@ -10,8 +10,8 @@ from smollm2_target import build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foredraft import auto_draft, evaluate
-from foredraft.checkpoint import write_text
 from foredraft.decoding.report import demand_identical, plot_acceptance, table
+from foredraft.files.writing import write_text
 from foredraft.training.run import load_split, train
 from foredraft.training.settings import RunConfig
 

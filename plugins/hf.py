@@ -3,7 +3,7 @@
 from typing import Any
 
 from foredraft import hookimpl
-from foredraft.engines import Config, EngineBase
+from foredraft.contracts.engine import Config, EngineBase
 
 
 class Transformers(EngineBase):

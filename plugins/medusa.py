@@ -9,11 +9,13 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
+from foredraft.contracts.algorithm import Choose, Step
+from foredraft.contracts.draft import Batch
+from foredraft.contracts.options import Frozen
+from foredraft.data.supervision import reachable
 from foredraft.decoding import choose_in_turn
-from foredraft.fused_loss import fused_cross_entropy
-from foredraft.losses import Teacher, step_weights
-from foredraft.protocols import Batch, Choose, Frozen, Step
-from foredraft.supervision import reachable
+from foredraft.loss.chunked import fused_cross_entropy
+from foredraft.loss.cross_entropy import Teacher, step_weights
 
 if TYPE_CHECKING:
     from foredraft import BaseDraft, Signal
@@ -96,7 +98,7 @@ class MedusaDrafter:
         self.draft: Any = draft
 
     def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
-        """See `foredraft.protocols.Drafter`; never more tokens than there are heads."""
+        """See `foredraft.contracts.Drafter`; never more tokens than there are heads."""
         features_1D = self.draft.project_hidden_states(aux_1NA[:, -1])
         return choose_in_turn((self.draft.compute_logits(head(features_1D))[0] for head in self.draft.heads[:limit]), choose)
 

@@ -9,14 +9,16 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
-from foredraft.attention import Causal, DecodingCache, Masked
-from foredraft.attention.patterns import MaskFunction
-from foredraft.config import eagle_fields
+from foredraft.contracts.algorithm import Choose, Step
+from foredraft.contracts.draft import Batch, Layout
+from foredraft.contracts.options import Frozen
+from foredraft.data.supervision import reachable
 from foredraft.decoding import choose_in_turn
-from foredraft.fused_loss import fused_cross_entropy
-from foredraft.losses import Teacher
-from foredraft.protocols import Batch, Choose, Frozen, Layout, Step
-from foredraft.supervision import reachable
+from foredraft.draft.attention import Causal, DecodingCache, Masked
+from foredraft.draft.attention.patterns import MaskFunction
+from foredraft.draft.config import eagle_fields
+from foredraft.loss.chunked import fused_cross_entropy
+from foredraft.loss.cross_entropy import Teacher
 
 if TYPE_CHECKING:
     from foredraft import BaseDraft, Signal
@@ -167,7 +169,7 @@ class ParallelDrafter:
         self.draft, self.num_depths, self.cache, self.confirmed = draft, num_depths, DecodingCache(), 0
 
     def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
-        """See `foredraft.protocols.Drafter`; never more tokens than there are depths, as deeper ones were not trained."""
+        """See `foredraft.contracts.Drafter`; never more tokens than there are depths, as deeper ones were not trained."""
         start, fresh, limit = self.confirmed, aux_1NA.shape[1], min(limit, self.num_depths)
         self.confirmed = start + fresh
         self.cache.crop(start)

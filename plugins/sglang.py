@@ -1,13 +1,10 @@
 """SGLang, as of 0.5.23: EAGLE-3 and EAGLE-3.1 drafts, Llama- and DeepSeek-shaped, and DFlash."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft import hookimpl
-from foredraft.engines import Config, EngineBase, layers_without, unknown_architecture
-from foredraft.layouts import architecture_of, drafts_in_parallel
-
-if TYPE_CHECKING:
-    from foredraft.doctor import Checkpoint, Finding
+from foredraft.contracts.engine import Config, EngineBase, Files, architecture_of, drafts_in_parallel, layers_without, unknown_architecture
+from foredraft.contracts.finding import Finding
 
 ALGORITHMS = {"LlamaForCausalLMEagle3": "EAGLE3", "Eagle3DeepseekV2ForCausalLM": "EAGLE3", "DFlashDraftModel": "DFLASH"}
 """`--speculative-algorithm` by architecture."""
@@ -60,12 +57,11 @@ class SGLang(EngineBase):
             *("--speculative-num-draft-tokens", str(num_tokens + 1)),
         ]
 
-    def findings(self, checkpoint: "Checkpoint") -> "list[Finding]":
+    def findings(self, checkpoint: Files) -> list[Finding]:
         """What its loader alone stumbles over, without a word."""
         refused, config, names = super().findings(checkpoint), checkpoint.config, checkpoint.tensors
         if refused or ALGORITHMS[architecture_of(config)] == "DFLASH":
             return refused
-        from foredraft.doctor import Finding
 
         found = []
         for layer in layers_without("hidden_norm", names):

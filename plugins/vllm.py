@@ -1,14 +1,20 @@
 """vLLM, as of 0.32: EAGLE-3, EAGLE-3.1, P-EAGLE and DFlash drafts, Llama-, Qwen3- and (sequential ones) DeepSeek-shaped."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft import hookimpl
-from foredraft.engines import Config, EngineBase, layers_without, unknown_architecture
-from foredraft.layouts import architecture_of, drafts_in_parallel, is_reduced
-
-if TYPE_CHECKING:
-    from foredraft.doctor import Checkpoint, Finding
+from foredraft.contracts.engine import (
+    Config,
+    EngineBase,
+    Files,
+    architecture_of,
+    drafts_in_parallel,
+    is_reduced,
+    layers_without,
+    unknown_architecture,
+)
+from foredraft.contracts.finding import Finding
 
 METHODS = {
     "LlamaForCausalLMEagle3": "eagle3",
@@ -56,11 +62,10 @@ class VLLM(EngineBase):
         """The OpenAI server."""
         return ["vllm", "serve", target, "--speculative-config", json.dumps(self.speculative_config(config, draft, num_tokens))]
 
-    def findings(self, checkpoint: "Checkpoint") -> "list[Finding]":
+    def findings(self, checkpoint: Files) -> list[Finding]:
         """What its loader alone stumbles over."""
         if refused := super().findings(checkpoint):
             return refused
-        from foredraft.doctor import Finding
 
         names, found = checkpoint.tensors, []
         if prefixed := [name for name in names if name.startswith("model.")]:
@@ -83,9 +88,8 @@ def _speculators_type(config: Config) -> str:
     return str(config.get("speculators_model_type") or "")
 
 
-def _fc_width(config: Config) -> "list[Finding]":
+def _fc_width(config: Config) -> list[Finding]:
     """It sizes fc by the number of aux layers, for which it does not look everywhere."""
-    from foredraft.doctor import Finding
 
     inner = config.get("transformer_layer_config")
     eagle = config.get("eagle_config")

@@ -26,12 +26,12 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from foredraft import ForedraftError, GroupedQueryDraft, Target, auto_draft, default_registry, generate, save_draft
-from foredraft.attention import Causal
-from foredraft.compatibility import Verdict, _objection, as_markdown, examine, objection, tiny_model, try_out, verdict
-from foredraft.describe import describe
-from foredraft.grouped_query import NAMES
-from foredraft.protocols import Layout
-from foredraft.target import norm_scale
+from foredraft.cli.describe import describe
+from foredraft.contracts.draft import Layout
+from foredraft.decoding.compatibility import Verdict, _objection, as_markdown, examine, objection, tiny_model, try_out, verdict
+from foredraft.draft.attention import Causal
+from foredraft.draft.grouped_query import NAMES
+from foredraft.target.capture import norm_scale
 
 TABLE = Path(__file__).parents[1] / "docs" / "targets.md"
 LISTED = [(a, t) for a in ("llama", "phi3", "qwen3") for t in default_registry().adapter(a).model_types]

@@ -10,10 +10,10 @@ from tiny import tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 
-from foredraft.attention import Causal, DecodingCache, Full, Masked, Unrolled, UnrolledCache, patterns, take_rows
-from foredraft.attention.masked import block_mask
-from foredraft.attention.patterns import Backend
-from foredraft.protocols import Layout
+from foredraft.contracts.draft import Layout
+from foredraft.draft.attention import Causal, DecodingCache, Full, Masked, Unrolled, UnrolledCache, patterns, take_rows
+from foredraft.draft.attention.masked import block_mask
+from foredraft.draft.attention.patterns import Backend
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
 # Two rows of packed documents and padding; slots with repeats, as a plan pads them with slot 0.
@@ -220,7 +220,7 @@ class TestMasked:
     @pytest.mark.parametrize("rows", [False, True])
     @pytest.mark.parametrize("chunk", [256, 3])
     def test_dense_equals_eager(self, rows: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("foredraft.attention.masked.CHUNK", chunk)
+        monkeypatch.setattr("foredraft.draft.attention.masked.CHUNK", chunk)
         (q, k, v), sees, rows_BQ = self.case(rows)
         results = []
         for backend in ("eager", "auto"):

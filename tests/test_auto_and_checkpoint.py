@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft import BaseDraft, ForedraftError, auto_draft
-from foredraft.checkpoint import read_config, record, replacing, save_draft, write_text
-from foredraft.describe import describe
-from foredraft.writing import finish
+from foredraft.cli.describe import describe
+from foredraft.files.ours import record, save_draft
+from foredraft.files.reading import read_config
+from foredraft.files.writing import finish, replacing, write_text
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -348,7 +349,7 @@ import resource, sys
 sys.path.insert(0, {tests!r})
 from tiny import tiny_draft, tiny_target
 from foredraft import ForedraftError
-from foredraft.checkpoint import record, save_draft, write_text
+from foredraft.files.ours import record, save_draft, write_text
 draft = tiny_draft(tiny_target(), seed=1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 for attempt in (

@@ -19,8 +19,9 @@ from transformers.utils import logging
 
 import foredraft
 from foredraft import Registry, auto_draft, hookimpl, registry
-from foredraft.checkpoint import read_config, save_draft
 from foredraft.cli import main
+from foredraft.files.ours import save_draft
+from foredraft.files.reading import read_config
 from foredraft.plugins import eagle3
 
 PNG = b"\x89PNG"

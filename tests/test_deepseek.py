@@ -26,10 +26,10 @@ from transformers import (
 
 from foredraft import ForedraftError, Registry, auto_draft, generate
 from foredraft.adapters import deepseek_v3
-from foredraft.attention import Causal
-from foredraft.checkpoint import load_draft, save_draft
+from foredraft.contracts.draft import Layout
+from foredraft.draft.attention import Causal
+from foredraft.files.ours import load_draft, save_draft
 from foredraft.plugins import eagle3
-from foredraft.protocols import Layout
 
 REGISTRY = Registry(entry_points=[])
 REGISTRY.register(eagle3)

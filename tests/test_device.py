@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from foredraft import Signal
-from foredraft.attention import patterns
-from foredraft.attention.masked import dense_mask
+from foredraft.draft.attention import patterns
+from foredraft.draft.attention.masked import dense_mask
 
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"ttt_steps": 3, "num_layers": 2}),

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from foredraft import DraftCollator, ForedraftError, Target, auto_draft, evaluate, generate, save_draft
-from foredraft.attention import Masked
-from foredraft.attention.unrolled import unrolled_eager
 from foredraft.decoding import DraftingStats
+from foredraft.draft.attention import Masked
+from foredraft.draft.attention.unrolled import unrolled_eager
 from foredraft.plugins.dflash import BlockDrafter, DFlash, dpace_weights, sees_block
 from foredraft.testing import AlgorithmTests
 from foredraft.training import CachedTarget

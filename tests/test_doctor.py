@@ -21,14 +21,15 @@ from typer.testing import CliRunner
 
 from foredraft import DraftCollator, ForedraftError, Target, auto_draft, save_draft
 from foredraft.cli import app
+from foredraft.contracts.engine import EngineBase
+from foredraft.contracts.finding import Finding, note, warning
 from foredraft.decoding import AutoregressiveDrafter
-from foredraft.doctor import Checkpoint, Finding, Subject, ask_engines, dynamic, examine, mend, open_subject, suspects, tensors
+from foredraft.doctor import Subject, ask_engines, dynamic, examine, mend, open_subject, suspects, tensors
 from foredraft.doctor.bench import Bench, Forced, answers
 from foredraft.doctor.examine import CHECKS
-from foredraft.doctor.finding import note, warning
 from foredraft.doctor.mend import MENDS
 from foredraft.doctor.suspects import Variant
-from foredraft.engines import EngineBase
+from foredraft.files.raw import Checkpoint
 
 SHAPE = {
     "vocab_size": 50,

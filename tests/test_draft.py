@@ -10,11 +10,11 @@ from torch.testing import assert_close
 from transformers import AutoConfig, DynamicCache
 
 from foredraft import Conversations, ForedraftError, Target, auto_draft, generate
-from foredraft.attention import Causal
-from foredraft.checkpoint import save_draft
+from foredraft.contracts.draft import Layout
 from foredraft.data import Renderer, conversation_of
-from foredraft.protocols import Layout
-from foredraft.vocabulary import choose_mask_token
+from foredraft.draft.attention import Causal
+from foredraft.draft.vocabulary import choose_mask_token
+from foredraft.files.ours import save_draft
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from foredraft import ForedraftError
 from foredraft.cli import app
-from foredraft.draw import DOCUMENTS, ROW, draw_mask, training_calls
+from foredraft.training.draw import DOCUMENTS, ROW, draw_mask, training_calls
 
 
 def test_eagle3_step_by_step() -> None:

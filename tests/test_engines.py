@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 
 from foredraft import EngineBase, ForedraftError, Registry, auto_draft, default_registry, hookimpl, save_draft
 from foredraft.cli import app
-from foredraft.describe import describe
-from foredraft.doctor import Checkpoint
+from foredraft.cli.describe import describe
+from foredraft.files.raw import Checkpoint
+from foredraft.formats.serving import serve_command
 
 ENGINES = {name: cls() for name, cls in default_registry().engines().items()}
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -93,13 +94,13 @@ def test_a_config_that_cannot_be_read(content: str | None, message: str, tmp_pat
     file = tmp_path / "config.json"
     file.mkdir() if content is None else file.write_text(content)
     with pytest.raises(ForedraftError, match=message):
-        ENGINES["vllm"].command(tmp_path, "target")
+        serve_command(ENGINES["vllm"], tmp_path, "target")
 
 
 def test_a_file_is_no_draft(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ForedraftError, match=r"holds no config\.json"):
-        ENGINES["vllm"].command(tmp_path / "model.safetensors", "target")
+        serve_command(ENGINES["vllm"], tmp_path / "model.safetensors", "target")
 
 
 def test_wrong_types_are_no_crash() -> None:
@@ -117,7 +118,7 @@ def draft(tmp_path: Path) -> Path:
 
 class TestCommands:
     def test_vllm(self, draft: Path) -> None:
-        words = shlex.split(ENGINES["vllm"].command(draft, "my/target", 3))
+        words = shlex.split(serve_command(ENGINES["vllm"], draft, "my/target", 3))
         assert words[:4] == ["vllm", "serve", "my/target", "--speculative-config"]
         assert json.loads(words[4]) == {"model": str(draft), "method": "eagle3", "num_speculative_tokens": 3}
 
@@ -128,7 +129,7 @@ class TestCommands:
     def test_vllm_by_algorithm(self, algorithm: str, method: str, tokens: int, parallel: bool, tmp_path: Path) -> None:
         options = {"block_size": 8} if algorithm == "dflash" else {}
         path = save_draft(tiny_draft(tiny_target(), algorithm, **options), tmp_path / "draft")
-        fields = json.loads(shlex.split(ENGINES["vllm"].command(path, "t"))[-1])
+        fields = json.loads(shlex.split(serve_command(ENGINES["vllm"], path, "t"))[-1])
         assert (fields["method"], fields["num_speculative_tokens"]) == (method, tokens)
         assert fields.get("parallel_drafting", False) is parallel
 
@@ -142,28 +143,28 @@ class TestCommands:
         assert (fields["method"], fields.get("parallel_drafting")) == (method, parallel)
 
     def test_sglang(self, draft: Path, tmp_path: Path) -> None:
-        words = shlex.split(ENGINES["sglang"].command(draft, "my/target", 3))
+        words = shlex.split(serve_command(ENGINES["sglang"], draft, "my/target", 3))
         flags = dict(zip(words[3::2], words[4::2], strict=True))
         assert flags["--speculative-algorithm"] == "EAGLE3"
         assert (flags["--speculative-num-steps"], flags["--speculative-num-draft-tokens"]) == ("3", "4")
         block = save_draft(tiny_draft(tiny_target(), "dflash", block_size=8), tmp_path / "block")
-        words = shlex.split(ENGINES["sglang"].command(block, "my/target"))
+        words = shlex.split(serve_command(ENGINES["sglang"], block, "my/target"))
         flags = dict(zip(words[3::2], words[4::2], strict=True))
         assert (flags["--speculative-algorithm"], flags["--speculative-num-draft-tokens"]) == ("DFLASH", "8")
 
     def test_hf_is_a_command_of_ours(self, draft: Path) -> None:
-        words = shlex.split(ENGINES["hf"].command(draft, "t", 3))
+        words = shlex.split(serve_command(ENGINES["hf"], draft, "t", 3))
         assert words[0] == "foredraft"
         assert CliRunner().invoke(app, [*words[1:], "--help"]).exit_code == 0
 
     def test_more_than_a_block_is_refused(self, tmp_path: Path) -> None:
         path = save_draft(tiny_draft(tiny_target(), "dflash", block_size=8), tmp_path / "draft")
         with pytest.raises(ForedraftError, match="8 tokens were asked for; this draft makes 7 at once"):
-            ENGINES["vllm"].command(path, "t", 8)
+            serve_command(ENGINES["vllm"], path, "t", 8)
 
     def test_on_the_command_line(self, draft: Path, tmp_path: Path) -> None:
         out = CliRunner().invoke(app, ["serve-command", str(draft), "--target", "t", "--engine", "vllm", "-k", "5"])
-        assert out.stdout.strip() == ENGINES["vllm"].command(draft, "t", 5)
+        assert out.stdout.strip() == serve_command(ENGINES["vllm"], draft, "t", 5)
         other = save_draft(tiny_draft(tiny_target(), "medusa"), tmp_path / "medusa")
         refused = CliRunner().invoke(app, ["serve-command", str(other), "--target", "t", "--engine", "sglang"])
         assert re.search("sglang does not serve .*no draft architecture 'MedusaDraftModel'", str(refused.exception))
@@ -188,13 +189,16 @@ class TestPlugins:
 
         registry = Registry(entry_points=[])
         registry.register(SimpleNamespace(foredraft_engines=hookimpl(lambda: [Mine])))
-        assert shlex.split(registry.engine("mine")().command(draft, "t")) == ["mine", str(draft), "t", "4"]
+        assert shlex.split(serve_command(registry.engine("mine")(), draft, "t")) == ["mine", str(draft), "t", "4"]
         with pytest.raises(ForedraftError, match="unknown engine 'mina'; did you mean 'mine'"):
             registry.engine("mina")
 
     def test_what_is_lacking_is_named(self) -> None:
         empty = type("Empty", (EngineBase,), {})
-        for cls, text in ((empty, r"name: .*\n.*def refuses\(self, config\)"), (object, "subclass of foredraft.EngineBase")):
+        for cls, text in (
+            (empty, r"name: .*\n(.*\n)*.*def refuses"),
+            (object, "subclass of foredraft.EngineBase"),
+        ):
             with pytest.raises(ForedraftError, match=text):
                 Registry(entry_points=[]).register(SimpleNamespace(foredraft_engines=hookimpl(lambda cls=cls: [cls])))
 

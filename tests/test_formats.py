@@ -26,8 +26,9 @@ from torch.testing import assert_close
 from transformers import DeepseekV3Config, LlamaForCausalLM
 
 from foredraft import ForedraftError, auto_draft, save_draft
-from foredraft.checkpoint import WEIGHTS, read_config
 from foredraft.cli import main
+from foredraft.files.ours import WEIGHTS
+from foredraft.files.reading import read_config
 from foredraft.formats import Imported, export_draft, import_draft
 from foredraft.formats.fields import DraftFields
 

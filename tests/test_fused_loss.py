@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from foredraft.fused_loss import fused_cross_entropy
-from foredraft.losses import METRICS, Labels, Teacher, cross_entropy
-from foredraft.protocols import Step
+from foredraft.contracts.algorithm import Step
+from foredraft.loss.chunked import fused_cross_entropy
+from foredraft.loss.cross_entropy import METRICS, Labels, Teacher, cross_entropy
 
 MODEL = tiny_target()
 SIZES = (7, 0, 5, 1, 0)  # rows per step; empty steps in the middle and at the end
@@ -80,7 +80,7 @@ def test_equals_the_plain_loss(
     norm_output: bool, chunk: int, draft_vocab_size: int | None, teacher: type[Teacher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A teacher that does not sum to one included."""
-    monkeypatch.setattr("foredraft.fused_loss.CHUNK", chunk)
+    monkeypatch.setattr("foredraft.loss.chunked.CHUNK", chunk)
     draft = make_draft(norm_output, draft_vocab_size)
     p = problem(draft, teacher=teacher)
     ours, theirs = fused(draft, p), plain(draft, p)
@@ -166,7 +166,7 @@ def test_a_whole_training_step(draft: Any, chunk: int, monkeypatch: pytest.Monke
         out["loss"].backward()
         return out["loss"].detach(), out["metrics"], gradients(draft)
 
-    monkeypatch.setattr("foredraft.fused_loss.CHUNK", chunk)
+    monkeypatch.setattr("foredraft.loss.chunked.CHUNK", chunk)
     ours = run()
     monkeypatch.setattr("foredraft.plugins.eagle3.fused_cross_entropy", lambda s, head, _, *rest: cross_entropy(s, head, *rest))
     theirs = run()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft import auto_draft
-from foredraft.losses import Labels, cross_entropy
+from foredraft.loss.cross_entropy import Labels, cross_entropy
 
 BLOCK, LAYERS, GAMMA, MASK_TOKEN = 4, 2, 7.0, 255
 

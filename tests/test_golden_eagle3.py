@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft import auto_draft
-from foredraft.losses import Teacher, cross_entropy, step_weights
+from foredraft.loss.cross_entropy import Teacher, cross_entropy, step_weights
 
 STEPS, DECAY = 3, 0.8
 

@@ -15,9 +15,9 @@ from test_cli import command as command
 from tiny import TOKENS, tiny_draft, tiny_target, tiny_tokenizer
 
 from foredraft import ForedraftError, auto_draft, save_draft
-from foredraft.checkpoint import record
 from foredraft.decoding import DraftingStats
-from foredraft.hub import find_draft
+from foredraft.files.hub import find_draft
+from foredraft.files.ours import record
 
 HASH = "0123456789abcdef0123456789abcdef01234567"
 

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from foredraft import DraftSpec, ForedraftError, Registry, hookimpl
 from foredraft.adapters.llama import LlamaDraft
-from foredraft.attention import Causal, Full, GroupedQueryAttention, Unrolled
+from foredraft.contracts.algorithm import Step
+from foredraft.contracts.draft import Layout
+from foredraft.contracts.options import Frozen
 from foredraft.decoding import AutoregressiveDrafter
+from foredraft.draft.attention import Causal, Full, GroupedQueryAttention, Unrolled
 from foredraft.plugins.eagle3 import Eagle3
-from foredraft.protocols import Frozen, Layout, Step
 from foredraft.testing import AdapterTests, AlgorithmTests
 from foredraft.testing.adapters import SPECS
 from foredraft.testing.case import Case

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from foredraft import DraftTrainer, DraftTrainingArguments, ForedraftError, Target, generate, registry
-from foredraft.loading import Loading
-from foredraft.target import load_target
+from foredraft.contracts.loading import Loading
+from foredraft.target.loading import load_target
 
 SOURCE = """
 from transformers import LlamaConfig, LlamaForCausalLM

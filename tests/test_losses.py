@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from foredraft import ForedraftError, Target
-from foredraft.losses import Teacher, cross_entropy, estimated_tau, step_weights
-from foredraft.vocabulary import choose_vocabulary, count_tokens
+from foredraft.draft.vocabulary import choose_vocabulary, count_tokens
+from foredraft.loss.cross_entropy import Teacher, cross_entropy, estimated_tau, step_weights
 
 VOCAB, WIDTH = 12, 6
 DRAFT_IDS = torch.tensor([0, 2, 3, 7, 8])
@@ -234,7 +234,7 @@ class TestHead:
             assert not torch.allclose(hidden @ target.head_weight.T, logits, rtol=0.1, atol=0.1), "this model's head does nothing special"
 
     def test_signal_holds_top_token_and_normaliser(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("foredraft.target.CHUNK", 4)
+        monkeypatch.setattr("foredraft.target.target.CHUNK", 4)
         target = Target(tiny_target(), (2, 4, 5))
         hidden, rows = torch.randn(2, 7, 32), torch.tensor([0, 3, 5, 6, 8, 9, 10, 11, 13])
         signal = target.signal(torch.zeros(2, 7, 96), hidden, rows)

@@ -19,10 +19,12 @@ from tiny import tiny_draft, tiny_target
 from foredraft import ForedraftError, auto_draft, default_registry, save_draft
 from foredraft.cli import main
 from foredraft.cli.common import load_draft_for
-from foredraft.describe import describe
-from foredraft.doctor import Checkpoint, ask_engines, examine
+from foredraft.cli.describe import describe
+from foredraft.doctor import ask_engines, examine
+from foredraft.files.raw import Checkpoint
+from foredraft.files.reading import read_config
 from foredraft.formats import export_draft
-from foredraft.reading import read_config
+from foredraft.formats.serving import serve_command
 
 KINDS: dict[str, Callable[[], Any]] = {
     "eagle3": lambda: tiny_draft(tiny_target(), "eagle3"),
@@ -90,7 +92,7 @@ def read_all_ways(path: Path, model: Any, out: Path) -> dict[str, bool]:
         "export": lambda: export_draft(path, out, "speculators"),
         "eval": lambda: load_draft_for(str(path), model),
         "config": lambda: auto_draft(read_config(path)),
-        "serve": lambda: [default_registry().engine(name)().command(path, "some/target") for name in ("vllm", "sglang")],
+        "serve": lambda: [serve_command(default_registry().engine(name)(), path, "some/target") for name in ("vllm", "sglang")],
         "doctor": lambda: (examine(path), ask_engines(Checkpoint.open(path), default_registry().engines().values(), asked=True)),
     }
     took = {}
@@ -172,7 +174,7 @@ def test_what_is_no_config(drafts: dict[str, Path], what: str, tmp_path: Path) -
             read(str(file.parent))
     assert any(f.severity == "error" for f in examine(file.parent))
     with pytest.raises(ForedraftError):
-        default_registry().engine("vllm")().command(file.parent, "some/target")
+        serve_command(default_registry().engine("vllm")(), file.parent, "some/target")
 
 
 @pytest.mark.parametrize("command", ["info", "doctor"])

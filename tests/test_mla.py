@@ -11,8 +11,8 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2RotaryEmbedding
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RMSNorm, DeepseekV3RotaryEmbedding
 
-from foredraft.attention import Causal, DecodingCache, MultiHeadLatentAttention, Unrolled, UnrolledCache, take_rows
-from foredraft.attention.mla import softmax_scale
+from foredraft.draft.attention import Causal, DecodingCache, MultiHeadLatentAttention, Unrolled, UnrolledCache, take_rows
+from foredraft.draft.attention.mla import softmax_scale
 
 WIDTH, HEADS, NOPE, ROPE, LENGTH = 24, 3, 8, 4, 9
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}

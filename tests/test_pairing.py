@@ -11,7 +11,8 @@ import torch
 from tiny import tiny_draft, tiny_rows, tiny_target, tiny_tokenizer
 
 from foredraft import DraftTrainer, DraftTrainingArguments, ForedraftError, auto_draft, default_registry, evaluate, generate, save_draft
-from foredraft.pairing import check_pair, sample_of
+from foredraft.formats.serving import serve_command
+from foredraft.target.pairing import check_pair, sample_of
 
 IDS = torch.tensor([[5, 6, 7]])
 OTHER = r"made for another target: this one has another embedding and another head; if acceptance is low"
@@ -37,7 +38,7 @@ def test_the_same_weights_in_any_dtype(dtype: torch.dtype, tied: bool, tmp_path:
     cast = copy.deepcopy(model).to(dtype)
     cast.save_pretrained(tmp_path / "target")
     silent(lambda: check_pair(cast, auto_draft(path)))
-    silent(lambda: default_registry().engine("vllm")().command(path, str(tmp_path / "target")))
+    silent(lambda: serve_command(default_registry().engine("vllm")(), path, str(tmp_path / "target")))
 
 
 def test_other_weights_are_named_in_one_line(tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_other_weights_are_named_in_one_line(tmp_path: Path) -> None:
     ways = {
         "generate": lambda: generate(other, draft, IDS, max_new_tokens=4, do_sample=False),
         "train": lambda: DraftTrainer(auto_draft(path), other, arguments(tmp_path), train_dataset=tiny_rows([["uaaaa"]])),
-        "serve": lambda: default_registry().engine("sglang")().command(path, str(tmp_path / "other")),
+        "serve": lambda: serve_command(default_registry().engine("sglang")(), path, str(tmp_path / "other")),
     }
     for name, way in ways.items():
         with pytest.warns(UserWarning, match=OTHER) as caught:

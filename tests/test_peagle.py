@@ -15,9 +15,9 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from foredraft import DraftCollator, ForedraftError, Target, auto_draft, evaluate, generate, save_draft
-from foredraft.attention import Masked
-from foredraft.attention.unrolled import unrolled_eager
 from foredraft.decoding import DraftingStats
+from foredraft.draft.attention import Masked
+from foredraft.draft.attention.unrolled import unrolled_eager
 from foredraft.plugins.peagle import PEagle, sees_earlier
 from foredraft.training import CachedTarget
 

@@ -68,12 +68,12 @@ NEEDS_ALGORITHM = """TypeError: algorithm Unnamed needs
     name: the name it is asked for by
     def loss(self, draft, batch, signal, counts) -> Step"""
 NEEDS_ADAPTER = """TypeError: adapter Untyped needs
+    def shape(cls, target) -> dict[str, Any]
     model_types: a tuple of the targets' model_type names
     architecture: the name engines know the draft by
     config_class: a class XConfig(DraftConfigMixin, family's config)
     norm_class: the family's norm
-    rotary_class: the family's rotary embedding
-    def shape(cls, target) -> dict"""
+    rotary_class: the family's rotary embedding"""
 BROKEN = {
     "ImportError: No module named 'flash'": ImportError("No module named 'flash'"),
     "SystemExit: 3": SystemExit(3),

@@ -9,7 +9,7 @@ from rigged import trainer_of, written_rows
 from tiny import Document, tiny_draft, tiny_rows, tiny_target
 
 from foredraft import ForedraftError, auto_draft, save_draft
-from foredraft.pairing import sample_of
+from foredraft.target.pairing import sample_of
 
 MODEL = tiny_target()
 TUNED = tiny_target(seed=7)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from foredraft import ForedraftError, auto_draft, save_draft
 from foredraft.cli import main
-from foredraft.describe import describe
+from foredraft.cli.describe import describe
 from foredraft.errors import nearest
 from foredraft.formats import export_draft
 from foredraft.training.alone import alone_in

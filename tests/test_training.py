@@ -448,7 +448,7 @@ class TestCachedTarget:
         """Killed between writing and renaming: half a file under its temporary name."""
         expected = Target(MODEL, self.LAYERS).capture(batch)
         with monkeypatch.context() as patch:
-            patch.setattr("foredraft.training.cache.os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr("foredraft.target.cached.os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
         (left,) = tmp_path.iterdir()

@@ -38,7 +38,7 @@ from foredraft.decoding.candidates import processed
 from foredraft.decoding.report import plot_acceptance, table
 from foredraft.decoding.tree import DraftTree
 from foredraft.decoding.verification import TreeDecoding, check_tree_decoding, keep_rows
-from foredraft.target import AuxCapture
+from foredraft.target.capture import AuxCapture
 
 VOCAB = 30
 GREEDY = {"do_sample": False, "pad_token_id": 0}

@@ -7,16 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foredraft import Target, auto_draft
-from foredraft.testing.tiny import (
-    Document,
-    gradients,
-    tiny_batch,
-    tiny_config,
-    tiny_document,
-    tiny_model,
-    tiny_rows,
-    tiny_signal,
-)
+from foredraft.testing.tiny import Document, gradients, tiny_batch, tiny_config, tiny_document, tiny_model, tiny_rows, tiny_signal
 
 __all__ = [
     "CHATML",

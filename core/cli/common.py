@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..contracts.loading import Loading
 from ..errors import ForedraftError
-from ..loading import Loading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..draft import BaseDraft
+    from ..draft.model import BaseDraft
 
 TargetOption = Annotated[str, typer.Option("--target", help="directory or hub id of the target")]
 DraftOption = Annotated[str, typer.Option("--draft", help="directory or hub id of the draft")]
@@ -76,20 +76,20 @@ def load_target(name: str, dtype: str, loading: Loading) -> "tuple[PreTrainedMod
     import torch
     from transformers.utils import logging
 
-    from .. import target
+    from ..target import loading as load
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ForedraftError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
     logging.disable_progress_bar()
-    tokenizer, model = target.load_tokenizer(name, loading), target.load_target(name, dtype, loading)
-    return target.place(model, "cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    tokenizer, model = load.load_tokenizer(name, loading), load.load_target(name, dtype, loading)
+    return load.place(model, "cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
 def load_draft_for(path: Path, target: Any) -> "BaseDraft":
     """The draft in `path`, in the target's dtype and on its device."""
     from ..auto import auto_draft
-    from ..pairing import check_pair
-    from ..reading import read_config
+    from ..files.reading import read_config
+    from ..target.pairing import check_pair
 
     if "foredraft" not in read_config(path):  # auto_draft would plan a fresh draft for it
         raise ForedraftError(f"'{path}' is no draft: its config.json has no 'foredraft' entry")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..loading import Rendering
+from ..contracts.loading import Rendering
 from .common import DtypeOption, StrictOption, TargetOption, load_target, loads_target
 
 SplitOption = Annotated[str, typer.Option(help="split of the source, as in train[:100]")]
@@ -28,7 +28,7 @@ def preview(
 
     from ..data import Conversations, Renderer, pack
     from ..errors import ForedraftError
-    from ..target import load_tokenizer
+    from ..target.loading import load_tokenizer
 
     tokenizer = load_tokenizer(target, loading)
     conversations = Conversations.load(source, split, strict=strict)

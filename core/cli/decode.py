@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..contracts.loading import Rendering
 from ..errors import ForedraftError
-from ..loading import Rendering
 from .common import DraftOption, DraftTokensOption, DtypeOption, StrictOption, TargetOption, load_draft_for, load_target, loads_target
 
 TreeOption = Annotated[
@@ -31,11 +31,11 @@ def generate(
     import torch
     from transformers import TextStreamer
 
+    from ..contracts.algorithm import tokens_to_draft
     from ..decoding import DraftingStats, TreeShape
     from ..decoding import generate as run
     from ..decoding.evaluate import encode
-    from ..hub import find_draft
-    from ..protocols import tokens_to_draft
+    from ..files.hub import find_draft
 
     shape, directory = TreeShape.parse(tree) if tree else None, find_draft(draft)
     model, tokenizer = load_target(target, dtype, loading)
@@ -84,12 +84,12 @@ def evaluate(
     from rich.console import Console
     from rich.progress import Progress
 
-    from ..checkpoint import record as note
-    from ..checkpoint import write_text
     from ..decoding import TreeShape, load_prompts
     from ..decoding import evaluate as run
     from ..decoding.report import demand_identical, plot_acceptance, table
-    from ..hub import find_draft
+    from ..files.hub import find_draft
+    from ..files.ours import record as note
+    from ..files.writing import write_text
 
     directory = find_draft(draft)
     if record and not Path(draft).exists():

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..loading import Loading
+from ..contracts.loading import Loading
 from .common import loads_target
 
 if TYPE_CHECKING:
-    from ..doctor import Finding
+    from ..contracts.finding import Finding
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 

@@ -12,7 +12,7 @@ def draw(
     out: Annotated[Path | None, typer.Option(help="the picture; default: mask_ALGORITHM.png")] = None,
 ) -> None:
     """Draw who sees whom in a training step of an algorithm, from the mask that training uses."""
-    from ..draw import draw_mask
+    from ..training.draw import draw_mask
     from ..training.settings import parse_options
 
     print(draw_mask(algorithm, out or Path(f"mask_{algorithm}.png"), parse_options(options or [])))

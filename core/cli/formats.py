@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..loading import Loading
+from ..contracts.loading import Loading
 from .common import TargetOption, loads_target
 
 

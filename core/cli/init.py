@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..loading import Rendering
+from ..contracts.loading import Rendering
 from ..registry import DEFAULT_ALGORITHM
 from .common import loads_target
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..loading import Loading
+from ..contracts.loading import Loading
 from .common import loads_target, show_keys
 
 
@@ -27,8 +27,8 @@ def info(
     if not Path(name).exists() and any(r.name == name for r in default_registry().registered):
         _plugin(name)
         return
-    from ..describe import describe
     from ..errors import printable
+    from .describe import describe
 
     table = Table(show_header=False, box=None)
     for key, value in describe(name, algorithm, draft_vocab_size, rows, length, loading).items():
@@ -37,8 +37,8 @@ def info(
 
 
 def _plugin(name: str) -> None:
-    from .. import keys
     from ..registry import default_registry
+    from . import keys
 
     for r in keys.offered(default_registry(), name):
         print(f"{r.kind} {name}, from {r.distribution}: {keys.about(r)}")
@@ -55,9 +55,9 @@ def plugins(
     from rich.console import Console
     from rich.table import Table
 
-    from .. import keys
-    from ..checkpoint import write_text
+    from ..files.writing import write_text
     from ..registry import default_registry
+    from . import keys
 
     registry = default_registry()
     table = Table()
@@ -86,8 +86,8 @@ def targets(
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging
 
-    from ..checkpoint import write_text
-    from ..compatibility import as_markdown, verdict
+    from ..decoding.compatibility import as_markdown, verdict
+    from ..files.writing import write_text
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)  # tiny models are slower on more

@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
-from ..loading import Repository
+from ..contracts.loading import Repository
 from .common import DraftTokensOption, TargetOption, loads_target
 
 
-def serve_command(
+def serve(
     draft: Annotated[str, typer.Argument(help="directory or hub id of the draft")],
     target: TargetOption,
     loading: Repository,
@@ -16,11 +16,12 @@ def serve_command(
     num_draft_tokens: DraftTokensOption = None,
 ) -> None:
     """Print the command line that serves a draft, or why the engine does not serve it."""
+    from ..formats.serving import serve_command
     from ..registry import default_registry
 
-    print(default_registry().engine(engine)().command(draft, target, num_draft_tokens, loading))
+    print(serve_command(default_registry().engine(engine)(), draft, target, num_draft_tokens, loading))
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
-    app.command("serve-command")(loads_target(serve_command))
+    app.command("serve-command")(loads_target(serve))

@@ -11,8 +11,8 @@ from .common import show_keys
 def _keys(asked: bool) -> None:
     if not asked:
         return
-    from .. import keys
     from ..registry import default_registry
+    from . import keys
 
     show_keys("run file", keys.run_keys())
     show_keys("training arguments of other defaults than transformers'", keys.training_keys())

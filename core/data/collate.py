@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from ..protocols import AlgorithmBase
+from ..contracts.algorithm import AlgorithmBase
 
 
 class DraftCollator:

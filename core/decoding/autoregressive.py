@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import Causal, DecodingCache
-from ..attention.patterns import expand_heads
-from ..draft import BaseDraft
-from ..protocols import Choose, Layout
+from ..contracts.algorithm import Choose
+from ..contracts.draft import Layout
+from ..draft.attention import Causal, DecodingCache
+from ..draft.attention.patterns import expand_heads
+from ..draft.model import BaseDraft
 from .tree import DraftTree, Rank, TreeShape
 
 
@@ -24,7 +25,7 @@ class AutoregressiveDrafter:
         self.draft, self.cache, self.confirmed = draft, DecodingCache(), 0
 
     def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
-        """A chain; see `foredraft.protocols.Drafter`."""
+        """A chain; see `foredraft.contracts.Drafter`."""
         hidden_11D = self._confirm(ids, aux_1NA)
         tokens: list[int] = []
         scores: list[Tensor] = []

@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..draft import BaseDraft
+from ..contracts.algorithm import Drafter
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..protocols import Drafter
-from ..target import AuxCapture
+from ..target.capture import AuxCapture
 from .stats import DraftingStats
 
 

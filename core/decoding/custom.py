@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..auto import auto_draft
 from ..errors import ForedraftError
-from ..hub import find_draft
+from ..files.hub import find_draft
 from .generate import generate
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..contracts.algorithm import tokens_to_draft
 from ..data import Conversation, Skipped, Unusable, conversation_of, prompt_ids, read_records
-from ..draft import BaseDraft
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..protocols import tokens_to_draft
 from .generate import generate
 from .stats import DraftingStats
 from .tree import TreeShape

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from ..draft import BaseDraft
+from ..contracts.algorithm import tokens_to_draft
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..pairing import check_pair
-from ..protocols import tokens_to_draft
-from ..target import AuxCapture
+from ..target.capture import AuxCapture
+from ..target.pairing import check_pair
 from .candidates import DraftCandidateGenerator
 from .stats import DraftingStats
 from .tree import TreeShape

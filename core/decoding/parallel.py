@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from ..protocols import Choose
+from ..contracts.algorithm import Choose
 
 
 def choose_in_turn(logits: Iterable[Tensor], choose: Choose) -> tuple[list[int], list[Tensor]]:

@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
+from ..contracts.options import Frozen
 from ..errors import ForedraftError
-from ..protocols import Frozen
 
 
 class TreeShape(Frozen):

@@ -10,9 +10,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from ..draft import BaseDraft
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..target import AuxCapture
+from ..target.capture import AuxCapture
 from .candidates import drafter_of, processed
 from .stats import DraftingStats
 from .tree import DraftTree, TreeDrafter, TreeShape

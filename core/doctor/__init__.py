@@ -1,9 +1,9 @@
 """Whether a draft is sound, before it is served: `foredraft doctor`."""
 
-from .checkpoint import SIDE_FILE, Checkpoint, TensorInfo
+from ..contracts.finding import Finding
+from ..files.raw import SIDE_FILE, Checkpoint, TensorInfo
 from .dynamic import Runner, diagnose, measured
 from .examine import ask_engines, examine, examine_subject, open_subject, worst_first
-from .finding import Finding
 from .mend import mend
 from .subject import Subject
 

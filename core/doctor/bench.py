@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..contracts.signal import Signal
 from ..data import DraftCollator
 from ..decoding import DraftingStats, generate
-from ..draft import BaseDraft
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..losses import METRICS, estimated_tau
-from ..pairing import check_pair
+from ..loss.cross_entropy import METRICS, estimated_tau
 from ..progress import Progress
-from ..target import Signal, Target
+from ..target.pairing import check_pair
+from ..target.target import Target
 
 STRETCH = 16
 """Tokens of an answer that one sample looks at, at least."""

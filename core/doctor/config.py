@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ..config import check_aux_layers
+from ..contracts.aux_layers import check_aux_layers
+from ..contracts.finding import Finding, error, note, warning
 from ..errors import ForedraftError
-from .checkpoint import DTYPES
-from .finding import Finding, error, note, warning
+from ..files.raw import DTYPES
 from .subject import MAX_INTEGER, MAX_LAYERS, Subject, as_integer, as_mapping
 
 INTEGERS = (

@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..contracts.finding import Finding, error, note, warning
+from ..contracts.loading import PLAIN, Loading
 from ..decoding import load_prompts
 from ..decoding.evaluate import Prompt, encode
-from ..draft import BaseDraft
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..loading import PLAIN, Loading
 from ..progress import Progress
-from ..target import load_target, load_tokenizer
+from ..target.loading import load_target, load_tokenizer
 from .bench import Acceptance, Bench, Forced, Text, answers
 from .examine import ORDER, ask_engines, examine_subject, worst_first
-from .finding import Finding, error, note, warning
 from .subject import Subject
 from .suspects import SUSPECTS, Suspect
 

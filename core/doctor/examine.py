@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..hub import TARGET, download, find_draft
+from ..contracts.finding import Finding
+from ..files.hub import TARGET, download, find_draft
+from ..files.raw import Checkpoint
 from . import config, origin, pair, rope, tensors, vocabulary
-from .checkpoint import Checkpoint
-from .finding import Finding
 from .subject import Subject
 
 CHECKS = (*config.CHECKS, *tensors.CHECKS, *vocabulary.CHECKS, *rope.CHECKS, *pair.CHECKS, *origin.CHECKS)

@@ -10,15 +10,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import WEIGHTS
-from ..config import check_aux_layers
+from ..contracts.aux_layers import check_aux_layers
+from ..contracts.engine import architecture_of
+from ..contracts.finding import Finding
 from ..errors import ForedraftError
-from ..layouts import architecture_of
-from ..writing import check_new, replacing
-from .checkpoint import SIDE_FILE, Checkpoint
+from ..files.ours import WEIGHTS
+from ..files.raw import SIDE_FILE, Checkpoint
+from ..files.writing import check_new, replacing
 from .config import recorded
 from .examine import ORDER, examine_subject
-from .finding import Finding
 from .origin import named_share, nearest
 from .rope import draft_rope, scaling, target_rope
 from .subject import Subject, as_mapping

@@ -6,7 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .finding import Finding, error, note, warning
+from ..contracts.finding import Finding, error, note, warning
 from .origin import named_share, nearest
 from .subject import Subject, as_integer, as_mapping
 
@@ -46,7 +46,7 @@ def shapes(s: Subject) -> Iterator[Finding]:
 
 def weights(s: Subject) -> Iterator[Finding]:
     """A target of the draft's shape with other weights than the one it was made for."""
-    from ..pairing import other_weights
+    from ..target.pairing import other_weights
 
     if s.target is None or s.target_fields.get("quantization_config"):
         return
@@ -119,7 +119,7 @@ def head(s: Subject) -> Iterator[Finding]:
 
 def geometry(s: Subject) -> Iterator[Finding]:
     """What no tensor's shape tells: how a width is cut into heads, and the norms' epsilon, against the target's last layer."""
-    from ..grouped_query import GroupedQueryDraft
+    from ..draft.grouped_query import GroupedQueryDraft
 
     if s.target is None or "kv_lora_rank" in s.fields or s.saved:  # what was saved is known better
         return

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .finding import Finding, error, note, warning
+from ..contracts.finding import Finding, error, note, warning
 from .subject import Subject, as_mapping
 
 UNSCALED = ("llama3", "yarn", "longrope")
@@ -129,7 +129,7 @@ def target_rope(s: Subject) -> dict[str, Any]:
     """What a draft for this target has: the target's own, as far as a draft can share it; {} without a target."""
     from types import SimpleNamespace
 
-    from ..grouped_query import rope_of
+    from ..draft.grouped_query import rope_of
 
     theirs, head_dim = _merged(s.target_fields), s.integer("head_dim")
     heads, hidden = s.integer("num_attention_heads"), s.hidden_size

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ..contracts.options import MOST
 from ..errors import ForedraftError
-from ..layouts import MOST
-from .checkpoint import Checkpoint
+from ..files.raw import Checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..draft import BaseDraft
+    from ..draft.model import BaseDraft
 
 MAX_INTEGER = 2**24
 """More than any size, count or token id of a real model."""

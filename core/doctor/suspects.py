@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..config import check_aux_layers
-from ..draft import BaseDraft
+from ..contracts.aux_layers import check_aux_layers
+from ..draft.grouped_query import rope_of
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..grouped_query import rope_of
 
 
 @dataclass(frozen=True)

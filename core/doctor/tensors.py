@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..contracts.engine import architecture_of
+from ..contracts.finding import Finding, error, note, warning
 from ..errors import ForedraftError
-from ..layouts import LAYOUTS, QK_NORM, architecture_of, expected_names
-from .checkpoint import read_tensor
-from .finding import Finding, error, note, warning
+from ..files.raw import read_tensor
+from ..files.tensor_names import LAYOUTS, QK_NORM, expected_names
 from .subject import Shape, Subject, as_integer, canonical, layer_of
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .finding import Finding, error, note, warning
+from ..contracts.finding import Finding, error, note, warning
 from .subject import Subject
 
 if TYPE_CHECKING:

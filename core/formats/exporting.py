@@ -10,15 +10,15 @@ from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..auto import auto_draft
-from ..checkpoint import WEIGHTS
-from ..draft import BaseDraft
+from ..contracts.algorithm import tokens_to_draft
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError, nearest
-from ..hub import find_draft
-from ..layouts import TARGET_HEAD
-from ..protocols import tokens_to_draft
-from ..reading import read_config
+from ..files.hub import find_draft
+from ..files.ours import WEIGHTS
+from ..files.reading import read_config
+from ..files.tensor_names import TARGET_HEAD
+from ..files.writing import check_new, replacing
 from ..registry import Registry
-from ..writing import check_new, replacing
 from .peers import KINDS
 
 LAYER_FIELDS = (

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ForedraftError, describe_validation
-from ..reading import Size, Strict, Token
+from ..files.reading import Size, Strict, Token
 
 Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Layers = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(min_length=1, max_length=1000)]

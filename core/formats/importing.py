@@ -11,18 +11,19 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ..auto import make_algorithm
-from ..checkpoint import save_draft
-from ..doctor import SIDE_FILE, Checkpoint
-from ..draft import BaseDraft
+from ..contracts.algorithm import AlgorithmBase
+from ..contracts.loading import PLAIN, Loading
+from ..contracts.options import MOST
+from ..draft.grouped_query import GroupedQueryDraft
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..grouped_query import GroupedQueryDraft
-from ..hub import find_draft
-from ..layouts import MOST, TARGET_HEAD
-from ..loading import PLAIN, Loading
-from ..protocols import AlgorithmBase
+from ..files.hub import find_draft
+from ..files.ours import save_draft
+from ..files.raw import SIDE_FILE, Checkpoint
+from ..files.tensor_names import TARGET_HEAD
+from ..files.writing import check_new
 from ..registry import Registry, default_registry
-from ..target import load_config, load_target
-from ..writing import check_new
+from ..target.loading import load_config, load_target
 from .fields import DraftFields
 from .peers import Kind, Peer, recognise
 

@@ -5,10 +5,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..auto import auto_draft
-from ..checkpoint import read_config
-from ..draft import BaseDraft
-from ..hub import find_draft
-from ..loading import PLAIN, Loading
+from ..contracts.loading import PLAIN, Loading
+from ..draft.model import BaseDraft
+from ..files.hub import find_draft
+from ..files.reading import read_config
 from .importing import import_draft
 
 

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ..attention import Causal, Unrolled, UnrolledCache
-from ..checkpoint import save_draft
-from ..draft import BaseDraft
+from ..contracts.draft import Layout
+from ..contracts.spec import DraftSpec
+from ..draft.attention import Causal, Unrolled, UnrolledCache
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..protocols import DraftSpec, Layout
+from ..files.ours import save_draft
 from ..registry import default_registry
 from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, registry_of
 from .disk import check_config, check_names, check_round_trip, names_on_disk

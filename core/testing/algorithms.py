@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..auto import make_algorithm
-from ..checkpoint import save_draft
-from ..losses import METRICS
-from ..protocols import AlgorithmBase, DraftSpec, Frozen
+from ..contracts.algorithm import AlgorithmBase
+from ..contracts.options import Frozen
+from ..contracts.spec import DraftSpec
+from ..files.ours import save_draft
+from ..loss.cross_entropy import METRICS
 from .case import Case, chi_square, equal, forced, greedy, reduced, scrambled
 from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, registry_of
 from .disk import check_config, check_names, check_round_trip, names_on_disk
@@ -47,7 +49,7 @@ class AlgorithmTests(Conformance):
 
     def test_contract(self, algorithm: type[AlgorithmBase], options: dict[str, Any]) -> None:
         """Options are strict, described and survive JSON; the spec follows from them."""
-        assert issubclass(algorithm.Options, Frozen), f"{algorithm.__name__}.Options must be a subclass of foredraft.protocols.Frozen"
+        assert issubclass(algorithm.Options, Frozen), f"{algorithm.__name__}.Options must be a subclass of foredraft.contracts.Frozen"
         silent = [name for name, field in algorithm.Options.model_fields.items() if not field.description]
         assert not silent, f"{algorithm.__name__}.Options: describe {', '.join(silent)} (Field(..., description=...))"
         assert algorithm.summary, f"{algorithm.__name__} needs a `summary`: `foredraft plugins` shows it"
@@ -170,7 +172,7 @@ class AlgorithmTests(Conformance):
         batch = case.batch(case.rows(TWO))
         metrics = case.step(batch).metrics
         for name in METRICS:
-            assert name in metrics, f"metrics lack '{name}': see foredraft.losses.cross_entropy"
+            assert name in metrics, f"metrics lack '{name}': see foredraft.loss.cross_entropy"
             assert metrics[name].shape == batch["counts"].shape, f"metric '{name}' must have an entry per drafting step, as `counts` has"
         assert torch.equal(metrics["count"].long(), batch["counts"]), (
             f"the plan counted {batch['counts'].tolist()}, the loss {metrics['count'].tolist()}"

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..contracts.algorithm import AlgorithmBase, Step
+from ..contracts.signal import Signal
 from ..data import DraftCollator
 from ..errors import ForedraftError
-from ..losses import Labels, Teacher, cross_entropy
-from ..protocols import AlgorithmBase, Step
+from ..loss.cross_entropy import Labels, Teacher, cross_entropy
 from ..registry import default_registry
-from ..target import AuxCapture, Signal, Target
+from ..target.capture import AuxCapture
+from ..target.target import Target
 from .passes import build
 from .tiny import tiny_config, tiny_model, tiny_rows
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..draft import BaseDraft
+from ..contracts.hookspecs import hookimpl
+from ..draft.model import BaseDraft
 from ..errors import nearest
-from ..hookspecs import hookimpl
 from ..registry import Registry
 
 TOLERANCE = 1e-4

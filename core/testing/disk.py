@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 
 from ..auto import auto_draft
-from ..checkpoint import WEIGHTS, save_draft
-from ..layouts import LAYOUTS, tensor_names
+from ..files.ours import WEIGHTS, save_draft
+from ..files.tensor_names import LAYOUTS, tensor_names
 from ..registry import Registry
 from .common import randomize
 

@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..attention import Causal, DecodingCache, Full, Masked
+from ..contracts.algorithm import AlgorithmBase
+from ..contracts.draft import Layout
+from ..contracts.options import Frozen
+from ..contracts.spec import DraftSpec
 from ..decoding import generate
-from ..draft import BaseDraft
-from ..protocols import AlgorithmBase, DraftSpec, Frozen, Layout
+from ..draft.attention import Causal, DecodingCache, Full, Masked
+from ..draft.model import BaseDraft
 from .common import randomize
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, -1, -1]])

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
+from ..contracts.signal import Signal
 from ..data import DraftCollator
-from ..target import Signal, Target
+from ..target.target import Target
 
 
 def tiny_config(layers: int = 8, vocab: int = 50, hidden: int = 32, **config: Any) -> LlamaConfig:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache import CachedTarget
+    from ..target.cached import CachedTarget
     from .trainer import DraftTrainer, DraftTrainingArguments, NonFiniteLoss
 
 __all__ = ["CachedTarget", "DraftTrainer", "DraftTrainingArguments", "NonFiniteLoss"]
@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'foredraft.training' has no attribute '{name}'")
     if name == "CachedTarget":
-        from . import cache
+        from ..target import cached as cache
 
         return cache.CachedTarget
     from . import trainer

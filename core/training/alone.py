@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import ForedraftError
-from ..writing import write_text
+from ..files.writing import write_text
 
 LOCK, NOTE = ".training.lock", ".training.json"
 """The lock's file, and who holds it."""

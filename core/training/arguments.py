@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 
+from ..contracts.options import Frozen
 from ..errors import describe_validation, nearest
-from ..frozen import Frozen
 
 LEAST = {
     "per_device_train_batch_size": 1,

@@ -6,12 +6,12 @@ from typing import Any
 
 from ..auto import make_algorithm
 from ..data import read_records
-from ..draft import BaseDraft
+from ..draft.model import BaseDraft
+from ..draft.retarget import check_fits
 from ..errors import ForedraftError, gathering
+from ..files.writing import check_place
 from ..registry import default_registry
-from ..retarget import check_fits
-from ..target import load_config
-from ..writing import check_place
+from ..target.loading import load_config
 from .settings import RunConfig
 from .trainer import DraftTrainingArguments
 

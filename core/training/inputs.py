@@ -7,8 +7,8 @@ import pyarrow.compute
 import torch
 from datasets import Dataset
 
+from ..draft.vocabulary import check_ids
 from ..errors import ForedraftError
-from ..vocabulary import check_ids
 
 COLUMNS = ("input_ids", "documents", "spans", "row")
 

@@ -8,11 +8,11 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from ..data import DraftCollator
-from ..draft import BaseDraft
+from ..draft.model import BaseDraft
+from ..draft.start import note_coverage
+from ..draft.vocabulary import choose_vocabulary, count_tokens, coverage
 from ..errors import ForedraftError
-from ..start import note_coverage
-from ..target import Target
-from ..vocabulary import choose_vocabulary, count_tokens, coverage
+from ..target.target import Target
 
 logger = logging.get_logger("foredraft")
 

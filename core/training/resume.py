@@ -10,9 +10,9 @@ from typing import Any
 from datasets import Dataset
 from transformers.utils import logging
 
-from ..checkpoint import check_weights
 from ..errors import ForedraftError
-from ..writing import write_text
+from ..files.ours import check_weights
+from ..files.writing import write_text
 from .settings import RunConfig
 
 logger = logging.get_logger("foredraft")

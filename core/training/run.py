@@ -9,15 +9,16 @@ import torch
 from transformers import PretrainedConfig, set_seed
 
 from ..auto import auto_draft
-from ..card import public_name
-from ..checkpoint import save_draft, write_text
 from ..data import Conversations, pack
-from ..draft import BaseDraft
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError, gathering
-from ..target import Target, load_config, load_target, load_tokenizer
-from ..writing import check_new
+from ..files.card import public_name
+from ..files.ours import save_draft
+from ..files.writing import check_new, write_text
+from ..target.cached import CachedTarget
+from ..target.loading import load_config, load_target, load_tokenizer
+from ..target.target import Target
 from .alone import alone_in
-from .cache import CachedTarget
 from .checks import check_draft, check_run, open_start, sources
 from .inputs import check_rows
 from .plot import plot_training

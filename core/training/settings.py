@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
+from ..contracts.loading import Rendering
+from ..contracts.options import Frozen
 from ..errors import ForedraftError, describe_validation
-from ..frozen import Frozen
-from ..loading import Rendering
 from ..registry import DEFAULT_ALGORITHM
 from .arguments import check_training
 

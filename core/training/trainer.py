@@ -19,12 +19,13 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import is_in_notebook
 
 from ..data import DraftCollator
-from ..draft import BaseDraft
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..losses import estimated_tau
-from ..pairing import check_pair, remember, warn_of_other
-from ..reading import check_fields, read_config
-from ..target import Target, place
+from ..files.reading import check_fields, read_config
+from ..loss.cross_entropy import estimated_tau
+from ..target.loading import place
+from ..target.pairing import check_pair, remember, warn_of_other
+from ..target.target import Target
 from .alone import alone_in
 from .arguments import check_training
 from .inputs import check_rows

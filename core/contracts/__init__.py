@@ -1,0 +1,32 @@
+"""What plugins are written against: the contracts of adapters, algorithms, formats and engines. Nothing here loads torch."""
+
+from .algorithm import AlgorithmBase, Choose, Drafter, Step, tokens_to_draft
+from .config import DraftConfigMixin
+from .draft import Batch, DraftModel, KeyValueCache, Layout, Pattern
+from .engine import Config, EngineBase
+from .finding import Finding
+from .hookspecs import hookimpl
+from .options import Frozen
+from .signal import Signal
+from .spec import DraftSpec
+
+__all__ = [
+    "AlgorithmBase",
+    "Batch",
+    "Choose",
+    "Config",
+    "DraftConfigMixin",
+    "DraftModel",
+    "DraftSpec",
+    "Drafter",
+    "EngineBase",
+    "Finding",
+    "Frozen",
+    "KeyValueCache",
+    "Layout",
+    "Pattern",
+    "Signal",
+    "Step",
+    "hookimpl",
+    "tokens_to_draft",
+]

@@ -1,0 +1,122 @@
+"""The contract of algorithms: how a draft is planned, trained and drafted with."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import ForedraftError
+from .draft import Batch, DraftModel
+from .options import Frozen
+from .plugin import Plugin
+from .signal import Signal
+from .spec import DraftSpec
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor, nn
+
+
+@dataclass
+class Step:
+    """What one batch gave: the loss, and sums (not means) per drafting step, on the device."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Drafter(Protocol):
+    """The inference side of an algorithm, for one sequence."""
+
+    def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
+        """Draft at most `limit` tokens after `ids` [L].
+
+        `aux_1NA` are the target's aux hidden states of the tokens accepted since the last call (all but the newest
+        token have one). Returns the drafted target ids and, where `choose` sampled, the logits [V] each was drawn from.
+        """
+        ...
+
+
+class Choose(Protocol):
+    """Picks a token from draft logits, as the caller's generation settings say."""
+
+    def __call__(self, logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor | None] | None:
+        """The chosen target id, and the processed logits [V] when sampling; None if no token may follow."""
+        ...
+
+
+DEFAULT_TOKENS = 4
+"""Drafted per pass of the target, unless the draft makes its tokens at once."""
+
+
+def tokens_to_draft(asked: int | None, most: int | None) -> int:
+    """How many tokens to draft per pass: those asked for, else all that the draft makes at once (`AlgorithmBase.max_tokens`), else 4.
+
+    Raises `ForedraftError` for none, or more than it makes.
+    """
+    if asked is not None and asked < 1:
+        raise ForedraftError(f"num_draft_tokens={asked}: at least one token must be drafted")
+    if asked is not None and most is not None and asked > most:
+        raise ForedraftError(f"{asked} tokens were asked for; this draft makes {most} at once, and no more")
+    return asked or most or DEFAULT_TOKENS
+
+
+class AlgorithmBase(Plugin):
+    """A drafting algorithm: stateless but for its options.
+
+    A subclass sets `name`, `summary` and `Options` (a pydantic model whose fields are described) and implements the methods below.
+    """
+
+    class Options(Frozen):
+        """Options of the algorithm."""
+
+    def __init__(self, options: Frozen | None = None, **fields: Any):
+        self.options: Any = options if options is not None else self.Options(**fields)
+
+    @property
+    @abstractmethod
+    def spec(self) -> DraftSpec:
+        """The draft that this algorithm needs."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How many tokens the draft makes at once, at most; None: one after another, as many as are asked for."""
+        return None
+
+    def aux_layers(self, num_layers: int) -> tuple[int, ...] | None:
+        """The target layers to read by default (HF `hidden_states` indices), for a target of `num_layers`; None: the adapter's choice."""
+        return None
+
+    def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
+        """What the algorithm adds to the draft (P-EAGLE's `mask_hidden`, say), by the name under which it is saved; fresh, on the
+        default device."""
+        return {}
+
+    def engine_fields(self, config: Any) -> dict[str, Any]:
+        """What engines look for in the `config.json` of a draft by this algorithm, from its config."""
+        return {}
+
+    @abstractmethod
+    def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
+        """What the collator adds to a batch, on the CPU: tensors, or lists of tensors, of active rows and sampled indices.
+
+        Two keys are read by others: `teacher_rows` [R], the positions (in the flattened [B·S]) at which the target's word is
+        needed, and `counts` [K], the denominators of the loss. `generators` holds one random generator per row of the
+        batch, seeded by (seed, epoch, row).
+        """
+
+    @abstractmethod
+    def loss(self, draft: DraftModel, batch: Batch, signal: Signal, counts: Tensor) -> Step:
+        """The training loss of a batch; `counts` are the global denominators (all ranks, all accumulated batches)."""
+
+    @abstractmethod
+    def drafter(self, draft: DraftModel) -> Drafter:
+        """A drafter for one sequence."""
+
+    @classmethod
+    def lacking(cls) -> list[str]:
+        """See `Plugin.lacking`."""
+        options = getattr(cls, "Options", None)
+        fine = isinstance(options, type) and issubclass(options, Frozen)
+        return super().lacking() + ([] if fine else ["Options: a subclass of foredraft.contracts.Frozen"])

@@ -1,0 +1,84 @@
+"""The contract of engines: which drafts a serving system loads, and the command line that serves one."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from .finding import Finding
+from .loading import Repository
+from .plugin import Plugin
+
+
+class Files(Protocol):
+    """A draft's directory as it lies on disk; `foredraft.files.Checkpoint` is one."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """`config.json` as it stands."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """By the names in the files: each has a `shape` and a `dtype`."""
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The first of `architectures`, by which engines choose the class to load; empty if there is none."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def drafts_in_parallel(config: Mapping[str, Any]) -> bool:
+    """Whether a draft reads a token that stands for the unknown, as P-EAGLE and DFlash do."""
+    return any(config.get(name) is not None for name in ("mask_token_id", "ptd_token_id", "pard_token"))
+
+
+def is_reduced(config: Mapping[str, Any]) -> bool:
+    """Whether the draft's vocabulary is a part of the target's."""
+    return config.get("draft_vocab_size") not in (None, config.get("vocab_size"))
+
+
+Config = Mapping[str, Any]
+"""A draft's `config.json`, ours or a peer's."""
+
+
+class EngineBase(Plugin):
+    """A serving system. What it serves is told by what its loader reads of a `config.json`, never by who wrote the draft.
+
+    A subclass sets `name` and `summary` and implements `refuses` and `arguments`; `findings` are its checks for `foredraft doctor`.
+    """
+
+    @abstractmethod
+    def refuses(self, config: Config) -> str | None:
+        """Why this engine does not serve a draft with this `config.json`; None if it does."""
+
+    @abstractmethod
+    def arguments(self, config: Config, draft: str, target: str, num_tokens: int) -> list[str]:
+        """The command that serves the draft, as a list of arguments."""
+
+    def findings(self, checkpoint: Files) -> list[Finding]:
+        """What goes wrong with a draft's files in this engine, beside what is wrong with them anywhere."""
+        if reason := self.refuses(checkpoint.config):
+            breaks = f"{self.name} does not serve this draft"
+            return [Finding(f"{self.name}-refuses", "error", reason, breaks, "`foredraft info DRAFT` says which engines do")]
+        return []
+
+    def repository_arguments(self, repository: Repository) -> list[str]:
+        """What `arguments` are followed by: how the target's repository is read. All engines known so far spell it alike."""
+        revision = ["--revision", repository.revision] if repository.revision else []
+        return [*revision, *(["--trust-remote-code"] if repository.trust_remote_code else [])]
+
+
+def unknown_architecture(config: Config, known: Mapping[str, Any] | tuple[str, ...]) -> str | None:
+    """A reason to refuse a draft whose architecture is none of the `known` ones."""
+    if (architecture := architecture_of(config)) in known:
+        return None
+    return f"its loader knows no draft architecture {architecture or '(none is named)'!r}; it takes {', '.join(known)}"
+
+
+def layers_without(norm: str, names: Collection[str]) -> list[str]:
+    """The layers above the first that have tensors but no `norm`; what a draft calls the norm before their attention differs."""
+    layers = {match[1] for name in names if (match := re.match(r"(?:model\.)?(layers\.[1-9]\d*)\.", name))}
+    return sorted(layer for layer in layers if not {f"{layer}.{norm}.weight", f"model.{layer}.{norm}.weight"} & set(names))

@@ -1,0 +1,54 @@
+"""Attention geometries: how queries, keys, values and the output are projected. They know nothing of algorithms."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from ...contracts.draft import KeyValueCache, Pattern
+
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin, each [B, Q, d]."""
+
+
+def take_rows(x_BSX: Tensor, rows_BQ: Tensor | None) -> Tensor:
+    """The inputs `rows_BQ` of x, [B, Q, X]; all of them if rows is None."""
+    return x_BSX if rows_BQ is None else x_BSX.gather(1, rows_BQ[..., None].expand(-1, -1, x_BSX.shape[-1]))
+
+
+class GroupedQueryAttention(nn.Module):
+    """Grouped-query attention with a free input width, optional bias and optional RMSNorm on queries and keys.
+
+    Parameter names are those of transformers' Llama attention; `norm_class` adds `q_norm` and `k_norm` as in Qwen3.
+    """
+
+    def __init__(self, config: PretrainedConfig, layer: int, input_size: int, norm_class: type[nn.Module] | None = None):
+        super().__init__()
+        self.layer, self.head_dim, self.scale = layer, config.head_dim, config.head_dim**-0.5
+        wide, narrow = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, wide, bias=config.attention_bias)
+        self.k_proj = nn.Linear(input_size, narrow, bias=config.attention_bias)
+        self.v_proj = nn.Linear(input_size, narrow, bias=config.attention_bias)
+        self.o_proj = nn.Linear(wide, config.hidden_size, bias=config.attention_bias)
+        make: Any = norm_class or (lambda *_, **__: nn.Identity())
+        self.q_norm = make(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = make(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | None) -> Tensor:
+        """Attention output [B, Q, D] of the inputs `rows`; all inputs give keys and values."""
+        cos, sin = rotary
+        x_BQX, cos_q, sin_q = (take_rows(t, rows) for t in (x_BSX, cos, sin))
+        q_BHQd = self.q_norm(self._heads(self.q_proj(x_BQX)))
+        k_BHSd = self.k_norm(self._heads(self.k_proj(x_BSX)))
+        v_BHSd = self._heads(self.v_proj(x_BSX))
+        q_BHQd, _ = apply_rotary_pos_emb(q_BHQd, q_BHQd, cos_q, sin_q)
+        k_BHSd, _ = apply_rotary_pos_emb(k_BHSd, k_BHSd, cos, sin)
+        # Under autocast norms and rotation may hand back float32 while v is in half precision; kernels want one dtype.
+        q_BHQd, k_BHSd = q_BHQd.to(v_BHSd.dtype), k_BHSd.to(v_BHSd.dtype)
+        keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])
+        out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale)
+        return self.o_proj(out_BHQd.transpose(1, 2).flatten(2))
+
+    def _heads(self, x_BSX: Tensor) -> Tensor:
+        return x_BSX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -1,0 +1,89 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values from one low-rank latent."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave, yarn_get_mscale
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from ...contracts.draft import KeyValueCache, Pattern
+from .geometry import Rotary, take_rows
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Latent attention with a free input width; queries of full rank where `config.q_lora_rank` is None.
+
+    Parameter names are those of transformers' DeepseekV3Attention. Patterns see plain heads: the latent is expanded before
+    it is cached.
+    """
+
+    def __init__(self, config: PretrainedConfig, layer: int, input_size: int, norm_class: type[nn.Module]):
+        super().__init__()
+        self.layer, self.latent, self.interleave = layer, config.kv_lora_rank, config.rope_interleave
+        self.heads, self.nope, self.rope, self.v = (
+            config.num_attention_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
+        self.scale = softmax_scale(config)
+        make: Any = norm_class
+        queries, bias = self.heads * (self.nope + self.rope), config.attention_bias
+        # transformers norms the latents with its default eps, engines with the config's: a draft is trained for the engines.
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(input_size, queries, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(input_size, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = make(config.q_lora_rank, eps=config.rms_norm_eps)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, queries, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(input_size, self.latent + self.rope, bias=bias)
+        self.kv_a_layernorm = make(self.latent, eps=config.rms_norm_eps)
+        self.kv_b_proj = nn.Linear(self.latent, self.heads * (self.nope + self.v), bias=False)
+        self.o_proj = nn.Linear(self.heads * self.v, config.hidden_size, bias=bias)
+
+    def forward(self, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | None) -> Tensor:
+        """Attention output [B, Q, D] of the inputs `rows`; all inputs give keys and values."""
+        cos, sin = rotary
+        x_BQX, cos_q, sin_q = (take_rows(t, rows) for t in (x_BSX, cos, sin))
+        q_BHQd = self._split_heads(self._queries(x_BQX))
+        latent_BSl, k_rope_BSr = self.kv_a_proj_with_mqa(x_BSX).split([self.latent, self.rope], dim=-1)
+        kv_BHSd = self._split_heads(self.kv_b_proj(self.kv_a_layernorm(latent_BSl)))
+        k_nope_BHSd, v_BHSd = kv_BHSd.split([self.nope, self.v], dim=-1)
+        q_nope_BHQd, q_rope_BHQr = q_BHQd.split([self.nope, self.rope], dim=-1)
+        q_rope_BHQr = self._rotate(q_rope_BHQr, cos_q, sin_q)
+        k_rope_BHSr = self._rotate(k_rope_BSr[:, None], cos, sin).expand(-1, self.heads, -1, -1)  # one for all heads
+        # Under autocast norms and rotation may hand back float32 while v is in half precision; kernels want one dtype, and
+        # some one head dim: the shorter of q, k and v is filled up with zeros, which change no score and no output.
+        size = max(self.nope + self.rope, self.v)
+        q_BHQd, k_BHSd, v_BHSd = (
+            F.pad(t, (0, size - t.shape[-1])).to(v_BHSd.dtype)
+            for t in (torch.cat([q_nope_BHQd, q_rope_BHQr], dim=-1), torch.cat([k_nope_BHSd, k_rope_BHSr], dim=-1), v_BHSd)
+        )
+        keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])
+        out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale)[..., : self.v]
+        return self.o_proj(out_BHQd.transpose(1, 2).flatten(2))
+
+    def _queries(self, x_BQX: Tensor) -> Tensor:
+        if hasattr(self, "q_proj"):
+            return self.q_proj(x_BQX)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BQX)))
+
+    def _rotate(self, x_BHQr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rotate = apply_rotary_pos_emb_interleave if self.interleave else apply_rotary_pos_emb
+        return rotate(x_BHQr, x_BHQr, cos, sin)[0]
+
+    def _split_heads(self, x_BSX: Tensor) -> Tensor:
+        return x_BSX.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def softmax_scale(config: PretrainedConfig) -> float:
+    """(nope + rope)^-0.5, times YaRN's mscale² where the rotary embedding is scaled and says `mscale_all_dim`, as in transformers and
+    engines."""
+    scale: float = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
+        scale *= yarn_get_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+    return scale

@@ -1,0 +1,303 @@
+"""`BaseDraft`: a draft model of any family; an adapter adds its norm, MLP, rotary embedding and attention geometry."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..contracts.algorithm import AlgorithmBase
+from ..contracts.aux_layers import check_aux_layers, default_aux_layers
+from ..contracts.draft import Batch, DraftModel, KeyValueCache, Layout
+from ..contracts.signal import Signal
+from ..contracts.spec import DraftSpec
+from ..errors import ForedraftError, gathering
+from ..files.card import CARD
+from ..files.ours import save_draft
+from ..files.tensor_names import TARGET_HEAD
+from ..target.pairing import describe_target
+from ..target.target import Target
+from .attention import GroupedQueryAttention
+from .config import set_mask_token, versions
+from .layers import WIRINGS
+from .retarget import retarget
+from .start import layer_weights, start
+from .vocabulary import DraftVocabulary
+
+
+class NoAssistant(ForedraftError, AttributeError):
+    """A draft was given to transformers' `generate` as if it were a language model."""
+
+
+class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
+    """One family's draft. An adapter sets the class attributes and, where its attention differs, overrides `make_attention`.
+
+    It is a `PreTrainedModel`: `save_pretrained`, Trainer, DDP and FSDP work as ever; `forward` runs the training loss of its algorithm.
+    """
+
+    norm_class: ClassVar[type[nn.Module]]
+    mlp_class: ClassVar[type[nn.Module]]
+    rotary_class: ClassVar[type[nn.Module]]
+
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    # Layers above the first are written under both names that engines read (see save_pretrained).
+    _keys_to_ignore_on_load_unexpected = (r"^layers\.[1-9]\d*\.hidden_norm\.weight$",)
+
+    def __init__(self, config: Any, algorithm: AlgorithmBase | None = None):
+        super().__init__(config)
+        self.algorithm = algorithm
+        spec, width, chunk = config.spec, config.hidden_size, config.target_hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)  # the target's, see start_from
+        self.fc = nn.Linear(config.num_aux_hidden_states * chunk, width, bias=False)
+        self.fc_norm = nn.ModuleList(self.make_norm(chunk) for _ in range(config.num_aux_hidden_states if config.fc_norm else 0))
+        self.hidden_norm: Any = self.make_norm(width) if spec.context_norm else nn.Identity()
+        self.layers: Any = WIRINGS[spec.wiring](self)
+        self.norm: Any = self.make_norm(width)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.rotary_emb = self.rotary_class(config)
+        for name, module in (algorithm.modules(config) if algorithm else {}).items():
+            setattr(self, name, module)
+        self.map_vocabulary()
+        if spec.target_head:
+            self.lm_head.requires_grad_(False)
+            self._keys_to_ignore_on_save = self._keys_to_ignore_on_load_missing = [*TARGET_HEAD]
+        self.complete = True
+        """Whether embedding and head are there; a loaded draft that uses its target's lacks them until `take_head`."""
+        self.post_init()
+
+    # What algorithms are written against.
+
+    def embed_input_ids(self, ids_BQ: Tensor) -> Tensor:
+        """Token embeddings [B, Q, D]."""
+        if not self.complete:
+            raise ForedraftError("this draft uses its target's embedding and head, which are not in its file: call draft.take_head(target)")
+        return self.embed_tokens(ids_BQ)
+
+    def project_hidden_states(self, aux_BSA: Tensor) -> Tensor:
+        """fc over the concatenated aux states, [B, S, D]; normed before (`fc_norm`, by chunk) or after (`context_norm`) as asked."""
+        aux_BSA = aux_BSA.to(self.fc.weight.dtype)
+        if self.fc_norm:
+            chunks = aux_BSA.chunk(len(self.fc_norm), dim=-1)
+            aux_BSA = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.hidden_norm(self.fc(aux_BSA))
+
+    def backbone(self, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
+        """The decoder layers; the state to feed back, [B, Q', D] (normed where the spec asks for `norm_output`)."""
+        rotary = self.rotary_emb(embeds_BQD, layout.positions)
+        hidden_BQD = self.layers(embeds_BQD, context_BSD, rotary, layout, cache)
+        return self.norm(hidden_BQD) if self.config.norm_output else hidden_BQD
+
+    def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
+        """Logits over the draft vocabulary, [B, Q, W]."""
+        return self.lm_head(hidden_BQD if self.config.norm_output else self.norm(hidden_BQD))
+
+    def head_parameters(self) -> list[Tensor]:
+        """The trained parameters that `compute_logits` reads."""
+        modules = (self.lm_head,) if self.config.norm_output else (self.norm, self.lm_head)
+        return [p for module in modules for p in module.parameters() if p.requires_grad]
+
+    @classmethod
+    def aux_layers(cls, target_config: PretrainedConfig, count: int) -> tuple[int, ...]:
+        """The target layers a draft reads by default, as HF `hidden_states` indices."""
+        return default_aux_layers(target_config.get_text_config().num_hidden_layers, count)
+
+    def forward(self, batch: Batch, signal: Signal, counts: Tensor) -> dict[str, Any]:
+        """The training step, inside the module so that DDP and FSDP wrap it: `{"loss", "metrics"}`."""
+        if self.algorithm is None:
+            raise ForedraftError("this draft has no algorithm to train with: build it with auto_draft(...)")
+        step = self.algorithm.loss(self, batch, signal, counts)
+        return {"loss": step.loss, "metrics": step.metrics}
+
+    # What an adapter may change.
+
+    @classmethod
+    def assumed(cls, target: PretrainedConfig) -> list[str]:
+        """What `shape` had to assume of `target` (its text config), as its config does not say: a text each, for `info` and the log."""
+        return []
+
+    def make_attention(self, layer: int, input_size: int) -> nn.Module:
+        """The attention geometry of a layer."""
+        return GroupedQueryAttention(self.config, layer, input_size, self.norm_class if self.config.spec.qk_norm else None)
+
+    @classmethod
+    def architecture_for(cls, spec: DraftSpec) -> str:
+        """The name engines know a draft of this spec by."""
+        return spec.architecture or cls.architecture
+
+    def weights_of(self, layer: nn.Module) -> dict[str, Tensor]:
+        """What a target's layer gives a draft's layer to start from, by the draft's names: its parameters and saved buffers.
+
+        Norms are told by what they do: Gemma's keep their weight less one. Where the target norms what its sublayers put
+        out (Gemma 2, OLMo 2), only the norms of what they read have a counterpart.
+        """
+        weights = layer_weights(layer)
+        if "post_feedforward_layernorm.weight" in weights:
+            del weights["post_attention_layernorm.weight"]
+            if "pre_feedforward_layernorm.weight" in weights:
+                weights["post_attention_layernorm.weight"] = weights["pre_feedforward_layernorm.weight"]
+        return weights
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        """The feed-forward module of a layer."""
+        return self.mlp_class(self.config)
+
+    def make_norm(self, size: int) -> nn.Module:
+        """A norm over `size` features."""
+        return self.norm_class(size, eps=self.config.rms_norm_eps)
+
+    # Building.
+
+    @classmethod
+    def lacking(cls) -> list[str]:
+        """See `Plugin.lacking`."""
+        checks = {
+            "norm_class: the family's norm": hasattr(cls, "norm_class") or cls.make_norm is not BaseDraft.make_norm,
+            "mlp_class: the family's feed-forward": hasattr(cls, "mlp_class") or cls.make_mlp is not BaseDraft.make_mlp,
+            "rotary_class: the family's rotary embedding": hasattr(cls, "rotary_class"),
+        }
+        return super().lacking() + [text for text, fine in checks.items() if not fine]
+
+    @classmethod
+    def make_config(
+        cls,
+        target: PretrainedConfig,
+        algorithm: AlgorithmBase,
+        aux_layers: tuple[int, ...] | None = None,
+        draft_vocab_size: int | None = None,
+    ) -> Any:
+        """The draft's config for a target's config. Raises `ForedraftError` where layers or vocabulary do not fit."""
+        text, spec = target.get_text_config(), algorithm.spec
+        layers = aux_layers or algorithm.aux_layers(text.num_hidden_layers) or cls.aux_layers(target, spec.num_aux)
+        size = draft_vocab_size or text.vocab_size
+        problems: list[str] = []
+        with gathering(problems):
+            check_aux_layers(layers, text.num_hidden_layers)
+        if len(layers) != spec.num_aux:
+            problems.append(f"aux_layers={list(layers)} are {len(layers)} layers, but num_aux={spec.num_aux}: make them agree")
+        if not 1 <= size <= text.vocab_size:
+            problems.append(
+                f"draft_vocab_size={size} does not fit the target's vocabulary of {text.vocab_size}: choose 1 to {text.vocab_size}"
+            )
+        elif spec.target_head and size != text.vocab_size:
+            problems.append(
+                f"draft_vocab_size={size}: a draft by algorithm '{algorithm.name}' uses its target's own head, so its vocabulary is the "
+                f"target's {text.vocab_size}: leave draft_vocab_size out"
+            )
+        if problems:
+            raise ForedraftError("\n  ".join(problems))
+        config = cls.config_class(
+            **cls.shape(text),
+            num_aux_hidden_states=len(layers),
+            eagle_aux_hidden_state_layer_ids=list(layers),
+            num_hidden_layers=spec.num_layers,
+            vocab_size=text.vocab_size,
+            draft_vocab_size=size,
+            target_hidden_size=text.hidden_size,
+            tie_word_embeddings=False,
+            fc_norm=spec.fc_norm,
+            norm_output=spec.norm_output,
+            norm_before_residual=spec.norm_before_residual,
+            foredraft={
+                "algorithm": algorithm.name,
+                "options": algorithm.options.model_dump(mode="json"),
+                "adapter": cls.name,
+                "architecture": cls.architecture_for(spec),
+                "spec": spec.model_dump(mode="json"),
+                "max_tokens": algorithm.max_tokens,
+                "target": describe_target(target),
+                "versions": versions(),
+            },
+        )
+        if spec.mask_token:
+            set_mask_token(config, text.vocab_size - 1 if spec.mask_token_id is None else spec.mask_token_id)
+        config.update(algorithm.engine_fields(config))
+        return config
+
+    @torch.no_grad()
+    def start_from(self, target: Target | PreTrainedModel, rows: Iterable[dict[str, Any]] | None = None) -> str:
+        """Start near the target: its embedding (frozen), head and final norm, its last layers, and fc passing the last aux state.
+
+        The fresh draft then is the target's last layers on its last aux state; what it must learn is to look at the next
+        token. Parameters whose counterpart has another name or shape keep their random start. With packed training `rows`, a
+        reduced draft vocabulary becomes the tokens they supervise most often, and a mask token the highest id they do not
+        use; without, set both before. Says in a line what was taken over, and which share of the tokens the vocabulary covers.
+
+        Raises `ForedraftError` if the target's width is not the draft's, or if the rows use the mask token that was asked for.
+        """
+        return start(self, target if isinstance(target, Target) else Target(target, self.config.aux_layers), rows)
+
+    @torch.no_grad()
+    def retarget(
+        self, target: Target | PreTrainedModel, rows: Iterable[dict[str, Any]] | None = None, draft_vocab_size: int | None = None
+    ) -> str:
+        """Make a trained draft ready to be trained further: for other data, a fine-tuned target, another draft vocabulary; in float32.
+
+        Its layers stay. The embedding becomes the target's unless the draft has one of its own (trained, or imported). With
+        `draft_vocab_size` the vocabulary is chosen anew from packed `rows`; the head keeps its rows of the tokens it knew, others are
+        the target's. Says in a line what it did. Raises `ForedraftError` for a target of another width or depth, or where rows are needed.
+        """
+        return retarget(self, target.model if isinstance(target, Target) else target, rows, draft_vocab_size)
+
+    @torch.no_grad()
+    def take_head(self, target: Target | PreTrainedModel) -> None:
+        """Copy the target's embedding and head: their weights alone, no multiplier, soft cap or bias, which no engine applies to a draft.
+
+        Raises `ForedraftError` if its width or vocabulary is not the draft's.
+        """
+        model = target.model if isinstance(target, Target) else target
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        if embedding.shape != self.embed_tokens.weight.shape:
+            raise ForedraftError(
+                f"the target's embedding is {tuple(embedding.shape)}, the draft's {tuple(self.embed_tokens.weight.shape)}: "
+                "a draft takes over its target's embedding, so they must agree"
+            )
+        self.embed_tokens.weight.copy_(embedding)
+        self.lm_head.weight.copy_(head[self.draft_ids.to(head.device)])
+        self.complete = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BaseDraft":
+        """`to(bfloat16)` and the like; the rotary frequencies stay float32, as `from_pretrained(dtype=...)` leaves them."""
+        super()._apply(fn, recurse)
+        coarse = [b for b in self.rotary_emb.buffers() if b.is_floating_point() and b.dtype != torch.float32]
+        if coarse:
+            self.rotary_emb = self.rotary_class(self.config).to(coarse[0].device)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """As ever; transformers asks a model given as `assistant_model` for its generation settings, and is told what a draft is."""
+        if name == "generation_config":
+            raise NoAssistant(
+                "a draft reads its target's hidden states, so it is no `assistant_model`: use foredraft.generate(target, draft, ids), or "
+                "target.generate(ids, custom_generate=DIRECTORY_OF_THE_DRAFT, trust_remote_code=True)"
+            )
+        return super().__getattr__(name)
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: bool | str | None = None, **commit: Any) -> str:
+        """Upload the draft as `save_draft` writes it, its model card included unless the repository has one; the commit's address.
+
+        `commit`: `revision`, `commit_message`, `commit_description`, `create_pr` of huggingface_hub's `upload_folder`.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        kept = [CARD] if api.file_exists(repo_id, CARD, revision=commit.get("revision")) else []
+        commit.setdefault("commit_message", "Upload draft")
+        with TemporaryDirectory() as folder:
+            return str(api.upload_folder(repo_id=repo_id, folder_path=save_draft(self, folder), ignore_patterns=kept, **commit))
+
+    def save_pretrained(
+        self, save_directory: str | Path, *args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """As ever; layers above the first carry their norm under both names that engines read (`input_layernorm`, `hidden_norm`)."""
+        state = dict(state_dict if state_dict is not None else self.state_dict())
+        if self.embed_tokens.weight.requires_grad:
+            self.config.update({"foredraft": {**self.config.foredraft, "own_embedding": True}})
+        for i in range(1, len(self.layers) if self.config.spec.wiring == "fuse" else 0):
+            state[f"layers.{i}.hidden_norm.weight"] = state[f"layers.{i}.input_layernorm.weight"].clone()
+        super().save_pretrained(save_directory, *args, state_dict=state, **kwargs)

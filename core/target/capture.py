@@ -1,0 +1,68 @@
+"""Hidden states taken from the target's own modules as it runs."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import ForedraftError
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The stack of decoder layers, embedding and final norm included, without the head."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder  # Llama 4's text model is named as if it were multimodal
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a target, whatever its family calls them. Raises `ForedraftError` if it has no such list."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in decoder_of(model).modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ForedraftError(f"{type(model).__name__} has no list of its {count} decoder layers: its hidden states cannot be captured")
+
+
+@torch.no_grad()
+def norm_scale(norm: nn.Module) -> Tensor:
+    """What a norm multiplies each normed feature by, [D]; asked of the norm itself, since Gemma's keep it less one."""
+    weight: Any = norm.weight
+    signs = torch.ones_like(weight)
+    signs[1::2] = -1
+    loud = 4096 * signs  # RMS and deviation are a power of two that drowns epsilon; a mean is 0, a bias drops out below
+    return (norm(loud) - norm(-loud)) / 2 * signs
+
+
+class AuxCapture:
+    """While open, remembers what the aux layers put out in the latest forward.
+
+    By hooks on the decoder layers: transformers' list form of `output_hidden_states` counts layer outputs in 5.18 and
+    `hidden_states` entries in 5.23, without a word, and it clashes with a user's own `output_hidden_states=True`.
+    """
+
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]):
+        layers = decoder_layers(model)
+        self._device = model.device
+        self._layers = {i: layers[i - 1] for i in aux_layers}
+        self._states: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "AuxCapture":
+        for i, layer in self._layers.items():
+            self._hooks.append(layer.register_forward_hook(partial(self._keep, i)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def aux_BSA(self) -> Tensor:
+        """The concatenated aux states of the latest forward, on the device that the model reads its ids on."""
+        return torch.cat([self._states[i].to(self._device) for i in self._layers], dim=-1)
+
+    def _keep(self, i: int, module: Any, arguments: Any, output: Any) -> None:
+        self._states[i] = output[0] if isinstance(output, tuple | list) else output

@@ -1,0 +1,81 @@
+"""Targets, their configs and tokenizers, from a directory or the hub."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import find_adapter_config_file
+
+from ..contracts.loading import PLAIN, Loading, Rendering, Repository
+from ..data import with_template
+from ..errors import ForedraftError
+from ..registry import default_registry
+
+HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
+
+
+def load_config(name: str, loading: Repository = PLAIN) -> PretrainedConfig:
+    """The config of the target (or draft) in a directory or on the hub. Raises `ForedraftError` if there is none."""
+    default_registry()  # a plugin may bring the classes of its targets
+    try:
+        _check_there(name)
+        config = AutoConfig.from_pretrained(name, **loading.source)
+        model = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+        if loading.trust_remote_code and model:  # AutoModel registers it as it loads; drafts are planned before that
+            cls = get_class_from_dynamic_module(model, name, **{"revision": loading.revision} if loading.revision else {})
+            AutoModelForCausalLM.register(type(config), cls, exist_ok=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ForedraftError(f"no target or draft at '{name}': {_base_of(name, loading) or error}") from error
+    return config
+
+
+def load_tokenizer(name: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBase:
+    """The tokenizer of the target in a directory or on the hub. Raises `ForedraftError` if there is none."""
+    default_registry()
+    try:
+        _check_there(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, **loading.source)
+    except (OSError, ValueError, ImportError) as error:
+        raise ForedraftError(f"the tokenizer of target '{name}' could not be loaded: {error}") from error
+    return with_template(tokenizer, loading.chat_template, loading.template_kwargs) if isinstance(loading, Rendering) else tokenizer
+
+
+def load_target(name: str, dtype: str, loading: Loading = PLAIN) -> PreTrainedModel:
+    """The target in a directory or on the hub, on the CPU unless a device map says where. Raises `ForedraftError` if it is not there."""
+    load_config(name, loading)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **loading.model)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ForedraftError(f"target '{name}' could not be loaded: {error}") from error
+    if loading.device_map is not None and not hasattr(model, "hf_device_map"):  # transformers notes a map of several devices alone
+        model.hf_device_map = {"": model.device}
+    return model
+
+
+def place(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
+    """`model` on `device`, unless a device map has put its parts where they belong."""
+    return model if hasattr(model, "hf_device_map") else model.to(device)
+
+
+def _check_there(name: str) -> None:
+    """Raises `OSError` for what can only be a directory and is none: the hub need not be asked, and would only confuse."""
+    if not Path(name).is_dir() and (Path(name).exists() or not HUB_ID.fullmatch(name)):
+        raise NotADirectoryError("it is a file, a directory is expected" if Path(name).exists() else "no such directory")
+
+
+def _base_of(name: str, loading: Repository) -> str | None:
+    """What to do about weights that peft wrote for another model; None if there is no such thing at `name`."""
+    try:
+        file = find_adapter_config_file(name, **{"revision": loading.revision} if loading.revision else {})
+        base = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path") if file else None
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not file:
+        return None
+    return (
+        f"it is a LoRA adapter for {base or 'a model that it does not name'}, no model of its own: merge them, and name what comes out\n"
+        f"  AutoPeftModelForCausalLM.from_pretrained('{name}').merge_and_unload().save_pretrained('merged'), and the tokenizer beside it"
+    )

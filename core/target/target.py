@@ -1,0 +1,147 @@
+"""The frozen target: what it says of a batch (`Signal`), from its own modules."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ..contracts.aux_layers import check_aux_layers
+from ..contracts.draft import Batch
+from ..contracts.signal import Signal
+from ..errors import ForedraftError
+from .capture import AuxCapture, decoder_layers, decoder_of, norm_scale
+
+# Rows of full-vocabulary logits alive at a time while the teacher's top token and normaliser are taken.
+CHUNK = 512
+
+# Config fields that a family divides its logits by.
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+
+
+class Target:
+    """A causal language model seen by drafts: it captures hidden states and applies its head; it is never trained.
+
+    Raises `ForedraftError` where its layers are not found, or its head is not understood (final norm and head, applied by
+    hand, must give its own logits).
+    """
+
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]):
+        self.model = model.eval().requires_grad_(False)
+        self.aux_layers = check_aux_layers(aux_layers, model.config.get_text_config().num_hidden_layers)
+        text = model.config.get_text_config()
+        self._multiplier = getattr(text, "logit_scale", None) or 1.0
+        for divisor in DIVISORS:
+            self._multiplier /= getattr(text, divisor, None) or 1.0
+        self._soft_cap: float | None = getattr(text, "final_logit_softcapping", None)
+        self._check_head()
+        self._packs = self._keeps_documents_apart()
+
+    @property
+    def decoder(self) -> Any:
+        """The stack of decoder layers, final norm included."""
+        return decoder_of(self.model)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V, T]."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, T]."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return decoder_layers(self.model)
+
+    @property
+    def norm_weight(self) -> Tensor | None:
+        """What the final norm multiplies each feature by, [T], where it has a weight."""
+        norms = [m for m in self.decoder.children() if getattr(getattr(m, "weight", None), "ndim", 0) == 1]
+        return norm_scale(norms[-1]) if norms else None  # the last one: some have another behind their embedding
+
+    def head(self, hidden_NT: Tensor, ids_W: Tensor | None = None) -> Tensor:
+        """Logits of post-norm hidden states, over the tokens `ids_W` (ascending) or all, float32."""
+        head = self.model.get_output_embeddings()
+        weight, bias = head.weight, head.bias
+        if ids_W is not None and len(ids_W) < len(weight):
+            ids_W = ids_W.to(weight.device)
+            weight, bias = weight[ids_W], None if bias is None else bias[ids_W]
+        with torch.autocast(weight.device.type, enabled=False):  # the target keeps its own precision inside a draft's autocast
+            logits = F.linear(hidden_NT.to(weight.device, weight.dtype), weight, bias).to(hidden_NT.device).float() * self._multiplier
+        return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
+
+    @torch.no_grad()
+    def capture(self, batch: Batch) -> Signal:
+        """Run the target over a packed batch; documents do not see each other.
+
+        transformers tells documents apart by positions that restart (no attention mask given); its flash attention does so
+        for a single row only, so there the batch becomes one. Families that don't (ALiBi, recurrent layers) see a document a row.
+        What it says comes back to the batch's device, wherever its own parts are.
+        """
+        device = self.model.device
+        ids_BS, positions_BS = batch["input_ids"].to(device), batch["positions"].to(device)
+        with AuxCapture(self.model, self.aux_layers) as captured, torch.autocast(ids_BS.device.type, enabled=False):
+            if self._packs:
+                shape = (1, -1) if "flash" in str(self.model.config._attn_implementation) else ids_BS.shape
+                out = self.decoder(input_ids=ids_BS.view(shape), position_ids=positions_BS.view(shape), use_cache=False)
+                states = captured.aux_BSA, out.last_hidden_state
+            else:
+                # Padded behind: nothing looks ahead, so no mask is needed.
+                number, offset = (positions_BS == 0).flatten().cumsum(0) - 1, positions_BS.flatten()
+                ids_NL = ids_BS.new_zeros(int(number[-1]) + 1, int(offset.max()) + 1)
+                ids_NL[number, offset] = ids_BS.flatten()
+                out = self.decoder(input_ids=ids_NL, use_cache=False)
+                states = captured.aux_BSA[number, offset], out.last_hidden_state[number, offset]
+        aux_BSA, hidden_BST = (s.view(*ids_BS.shape, -1).to(batch["input_ids"].device) for s in states)
+        return self.signal(aux_BSA, hidden_BST, batch["teacher_rows"])
+
+    @torch.no_grad()
+    def signal(self, aux_BSA: Tensor, hidden_BST: Tensor, teacher_rows_R: Tensor) -> Signal:
+        """A signal from hidden states; the teacher's rows are indices into the flattened [B·S]."""
+        rows_RT = hidden_BST.flatten(0, 1)[teacher_rows_R]
+        top, normaliser = [], []
+        for chunk_NT in rows_RT.split(CHUNK):
+            logits_NV = self.head(chunk_NT)
+            top.append(logits_NV.argmax(-1))
+            normaliser.append(logits_NV.logsumexp(-1))
+        empty = rows_RT.new_empty(0)
+        return Signal(
+            aux_BSA,
+            hidden_BST,
+            torch.cat(top) if top else empty.long(),
+            torch.cat(normaliser) if normaliser else empty.float(),
+            self.head,
+        )
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        if self.embedding_weight.is_meta or self.head_weight.is_meta:
+            raise ForedraftError(
+                "the target's embedding or head is offloaded, and drafts read both: keep them on a device, by device_map or more memory"
+            )
+        ids = torch.arange(1, 5, device=self.model.device)[None] % self.embedding_weight.shape[0]
+        with torch.autocast(ids.device.type, enabled=False):
+            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
+            ours = self.head(self.decoder(input_ids=ids, use_cache=False).last_hidden_state).to(theirs.device)
+        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
+            raise ForedraftError(
+                f"the head of {type(self.model).__name__} is not understood: final hidden state × head differs from its logits by up to "
+                f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras: logit_scale, {', '.join(DIVISORS)}, final_logit_softcapping"
+            )
+
+    @torch.no_grad()
+    def _keeps_documents_apart(self) -> bool:
+        """Whether positions that restart start a document: a document that comes twice then gets the same states twice."""
+        ids_12 = torch.arange(1, 5, device=self.model.device).repeat(2)[None] % self.embedding_weight.shape[0]
+        positions_12 = torch.arange(4, device=ids_12.device).repeat(2)[None]
+        try:
+            with torch.autocast(ids_12.device.type, enabled=False):
+                states = self.decoder(input_ids=ids_12, position_ids=positions_12, use_cache=False).last_hidden_state[0].float()
+        except TypeError:  # it takes no positions
+            return False
+        return torch.allclose(states[:4], states[4:], rtol=1e-2, atol=1e-2 * float(states.abs().max()))
