@@ -9,11 +9,11 @@ from typing import Any
 
 import pluggy
 
-from .contracts import AlgorithmBase, DraftModel, EngineBase, hookspecs
+from .contracts import DrafterBase, DraftModel, EngineBase, hookspecs
 from .contracts.plugin import Plugin
 from .errors import ForedraftError, nearest
 
-KINDS: dict[str, type[Plugin]] = {"adapter": DraftModel, "algorithm": AlgorithmBase, "engine": EngineBase}
+KINDS: dict[str, type[Plugin]] = {"adapter": DraftModel, "algorithm": DrafterBase, "engine": EngineBase}
 """What plugins bring, by the hooks `foredraft_adapters`, `foredraft_algorithms`, ..., and the contract of each."""
 DEFAULT_ALGORITHM = "eagle3"
 
@@ -181,7 +181,8 @@ def _lacking(kind: str, cls: Any) -> list[str]:
     """What a class still needs to be a plugin of this kind, a text each."""
     base = KINDS[kind]
     if not isinstance(cls, type) or not issubclass(cls, base):
-        return [f"to be a subclass of foredraft.{'BaseDraft' if base is DraftModel else base.__name__}"]
+        advised = {DraftModel: "BaseDraft", DrafterBase: "AlgorithmBase"}.get(base, base.__name__)
+        return [f"to be a subclass of foredraft.{advised}"]
     return cls.lacking()
 
 

@@ -159,7 +159,7 @@ class DFlash(AlgorithmBase):
         weights_MK = dpace_weights(smoothed_MK.view(-1, len(states))).flatten()
         return [weights_MK[query] / counts[0].clamp(min=1) for query in batch["queries"]]
 
-    def drafter(self, draft: "BaseDraft") -> "BlockDrafter":
+    def drafter(self, draft: Any) -> "BlockDrafter":
         """Drafts a block in one forward."""
         return BlockDrafter(draft, self.options.block_size)
 

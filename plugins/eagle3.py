@@ -114,7 +114,7 @@ class Eagle3(AlgorithmBase):
             states.append(hidden_BQD)
         return states
 
-    def drafter(self, draft: "BaseDraft") -> AutoregressiveDrafter:
+    def drafter(self, draft: Any) -> AutoregressiveDrafter:
         """Drafts chains and trees, a depth per forward."""
         return AutoregressiveDrafter(draft)
 

@@ -86,7 +86,7 @@ class Medusa(AlgorithmBase):
             draft.draft_ids,
         )
 
-    def drafter(self, draft: "BaseDraft") -> "MedusaDrafter":
+    def drafter(self, draft: Any) -> "MedusaDrafter":
         """Drafts a token per head, all from the newest features."""
         return MedusaDrafter(draft)
 

@@ -132,7 +132,7 @@ class PEagle(AlgorithmBase):
         positions = batch["positions"].gather(1, anchors_BE) + depths_BE
         return draft.backbone(embeds, context, Layout(positions, Masked(sees, rows_BQ), rows_BQ, below=Masked(sees)))
 
-    def drafter(self, draft: "BaseDraft") -> "ParallelDrafter":
+    def drafter(self, draft: Any) -> "ParallelDrafter":
         """Drafts a chain in one forward."""
         return ParallelDrafter(draft, self.options.num_depths)
 

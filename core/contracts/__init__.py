@@ -1,6 +1,6 @@
 """What plugins are written against: the contracts of adapters, algorithms, formats and engines. Nothing here loads torch."""
 
-from .algorithm import AlgorithmBase, Choose, Drafter, Step, tokens_to_draft
+from .algorithm import AlgorithmBase, Choose, Drafter, DrafterBase, Step, tokens_to_draft
 from .config import DraftConfigMixin
 from .draft import Batch, DraftModel, KeyValueCache, Layout, Pattern
 from .engine import Config, EngineBase
@@ -19,6 +19,7 @@ __all__ = [
     "DraftModel",
     "DraftSpec",
     "Drafter",
+    "DrafterBase",
     "EngineBase",
     "Finding",
     "Frozen",

@@ -62,10 +62,10 @@ def tokens_to_draft(asked: int | None, most: int | None) -> int:
     return asked or most or DEFAULT_TOKENS
 
 
-class AlgorithmBase(Plugin):
-    """A drafting algorithm: stateless but for its options.
+class DrafterBase(Plugin):
+    """A way to draft, stateless but for its options. One without weights (prompt lookup) is this alone.
 
-    A subclass sets `name`, `summary` and `Options` (a pydantic model whose fields are described) and implements the methods below.
+    A subclass sets `name`, `summary` and `Options` (a pydantic model whose fields are described), and implements `drafter`.
     """
 
     class Options(Frozen):
@@ -75,14 +75,29 @@ class AlgorithmBase(Plugin):
         self.options: Any = options if options is not None else self.Options(**fields)
 
     @property
+    def max_tokens(self) -> int | None:
+        """How many tokens are made at once, at most; None: one after another, as many as are asked for."""
+        return None
+
+    @abstractmethod
+    def drafter(self, draft: DraftModel | None) -> Drafter:
+        """A drafter for one sequence; `draft` is None for an algorithm without weights."""
+
+    @classmethod
+    def lacking(cls) -> list[str]:
+        """See `Plugin.lacking`."""
+        options = getattr(cls, "Options", None)
+        fine = isinstance(options, type) and issubclass(options, Frozen)
+        return super().lacking() + ([] if fine else ["Options: a subclass of foredraft.contracts.Frozen"])
+
+
+class AlgorithmBase(DrafterBase):
+    """An algorithm with a draft model: how it is planned, trained and drafted with. `drafter` always gets the draft."""
+
+    @property
     @abstractmethod
     def spec(self) -> DraftSpec:
         """The draft that this algorithm needs."""
-
-    @property
-    def max_tokens(self) -> int | None:
-        """How many tokens the draft makes at once, at most; None: one after another, as many as are asked for."""
-        return None
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...] | None:
         """The target layers to read by default (HF `hidden_states` indices), for a target of `num_layers`; None: the adapter's choice."""
@@ -109,14 +124,3 @@ class AlgorithmBase(Plugin):
     @abstractmethod
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal, counts: Tensor) -> Step:
         """The training loss of a batch; `counts` are the global denominators (all ranks, all accumulated batches)."""
-
-    @abstractmethod
-    def drafter(self, draft: DraftModel) -> Drafter:
-        """A drafter for one sequence."""
-
-    @classmethod
-    def lacking(cls) -> list[str]:
-        """See `Plugin.lacking`."""
-        options = getattr(cls, "Options", None)
-        fine = isinstance(options, type) and issubclass(options, Frozen)
-        return super().lacking() + ([] if fine else ["Options: a subclass of foredraft.contracts.Frozen"])
