@@ -4,6 +4,7 @@ import os
 
 # Read once, when the libraries are first imported.
 os.environ.update(
+    OMP_NUM_THREADS="1",  # tests run side by side, and start processes of their own
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",

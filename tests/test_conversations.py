@@ -53,7 +53,7 @@ class TestSources:
             ("a.json", JSONL),
             ("a.jsonl", json.dumps(THREE)),
             ("a.jsonl", "\n".join(map(json.dumps, THREE))),
-            ("a.jsonl.gz", gzip.compress(JSONL.encode())),
+            ("a.jsonl.gz", gzip.compress(JSONL.encode(), mtime=0)),
         ],
         ids=["lines", "BOM, CRLF, blank lines", "document", "document in a line", "lines in .json", "lists", "lists in lines", "gz"],
     )
@@ -101,7 +101,7 @@ class TestSources:
             ("a.jsonl", "", r"a.jsonl' is empty"),
             ("a.jsonl", "\n\n", r"a.jsonl' is empty"),
             ("a.json", json.dumps([{"messages": m} for m in THREE])[:-20], r"a.json' is one JSON document, and broken: .*char \d+"),
-            ("a.jsonl.gz", gzip.compress(JSONL.encode())[:-15], r"a.jsonl.gz' could not be read: EOFError"),
+            ("a.jsonl.gz", gzip.compress(JSONL.encode(), mtime=0)[:-15], r"a.jsonl.gz' could not be read: EOFError"),
             ("a.parquet", "PAR1", r"a.parquet' could not be read: .*Parquet"),
         ],
     )
