@@ -19,6 +19,7 @@ _EXPORTS = {
     "DraftTrainingArguments": ".training",
     "EngineBase": ".contracts",
     "ForedraftError": ".errors",
+    "FormatBase": ".contracts",
     "GroupedQueryDraft": ".draft",
     "Registry": ".registry",
     "Signal": ".contracts",

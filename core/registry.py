@@ -1,4 +1,4 @@
-"""Finds adapters, algorithms and engines through entry points; a broken plugin is reported, never fatal."""
+"""Finds adapters, algorithms, engines and formats through entry points; a broken plugin is reported, never fatal."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -9,11 +9,11 @@ from typing import Any
 
 import pluggy
 
-from .contracts import DrafterBase, DraftModel, EngineBase, hookspecs
+from .contracts import DrafterBase, DraftModel, EngineBase, FormatBase, hookspecs
 from .contracts.plugin import Plugin
 from .errors import ForedraftError, nearest
 
-KINDS: dict[str, type[Plugin]] = {"adapter": DraftModel, "algorithm": DrafterBase, "engine": EngineBase}
+KINDS: dict[str, type[Plugin]] = {"adapter": DraftModel, "algorithm": DrafterBase, "engine": EngineBase, "format": FormatBase}
 """What plugins bring, by the hooks `foredraft_adapters`, `foredraft_algorithms`, ..., and the contract of each."""
 DEFAULT_ALGORITHM = "eagle3"
 
@@ -79,6 +79,10 @@ class Registry:
         """Engine classes by name."""
         return {r.name: r.cls for r in self._unique("engine")}
 
+    def formats(self) -> dict[str, Any]:
+        """Format classes by name."""
+        return {r.name: r.cls for r in self._unique("format")}
+
     def adapter(self, name: str) -> Any:
         """The adapter class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
         return self._get("adapter", name)
@@ -90,6 +94,10 @@ class Registry:
     def engine(self, name: str) -> Any:
         """The engine class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
         return self._get("engine", name)
+
+    def format(self, name: str) -> Any:
+        """The format class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
+        return self._get("format", name)
 
     def adapter_for(self, model_type: str, target: Any = None) -> Any:
         """The adapter class for targets of a `model_type`; where none lists it, a generic one that takes the config `target`.

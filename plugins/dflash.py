@@ -1,6 +1,6 @@
 """DFlash: a block of tokens drafted at once, all its slots seeing each other and the target's features before it. arXiv:2602.06036."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from foredraft import AlgorithmBase, DraftSpec, hookimpl
+from foredraft import AlgorithmBase, DraftSpec, ForedraftError, hookimpl
 from foredraft.contracts.algorithm import Choose, Step
 from foredraft.contracts.draft import Batch, Layout
 from foredraft.contracts.options import Frozen
@@ -30,6 +30,8 @@ class DFlash(AlgorithmBase):
 
     name = "dflash"
     summary = "a block of tokens drafted in one forward, slots seeing each other; the target's own embedding and head"
+
+    told_by = frozenset({"fc.weight", "hidden_norm.weight"})
 
     class Options(Frozen):
         """Options of DFlash."""
@@ -60,6 +62,14 @@ class DFlash(AlgorithmBase):
             target_head=True,
             architecture="DFlashDraftModel",
         )
+
+    @classmethod
+    def options_from(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `AlgorithmBase.options_from`; the block is not told by any tensor."""
+        settled = super().options_from(fields)
+        if "block_size" not in settled:
+            raise ForedraftError("the draft's config.json names no block_size: add what it was trained with")
+        return settled
 
     @property
     def gamma(self) -> float:

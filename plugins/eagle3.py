@@ -32,6 +32,8 @@ class Eagle3(AlgorithmBase):
     name = "eagle3"
     summary = "autoregressive draft on fused target features, trained on its own outputs"
 
+    told_by = frozenset({"fc.weight", "layers.0.hidden_norm.weight"})
+
     class Options(Frozen):
         """Options of EAGLE-3."""
 

@@ -34,6 +34,8 @@ class PEagle(AlgorithmBase):
     name = "peagle"
     summary = "all tokens drafted in one forward, a learned state in place of unknown features"
 
+    told_by = frozenset({"fc.weight", "layers.0.hidden_norm.weight", "mask_hidden"})
+
     class Options(Frozen):
         """Options of P-EAGLE."""
 

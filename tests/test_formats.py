@@ -5,10 +5,11 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,11 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import DeepseekV3Config, LlamaForCausalLM
 
-from foredraft import ForedraftError, auto_draft, save_draft
+from foredraft import ForedraftError, FormatBase, Registry, auto_draft, default_registry, hookimpl, save_draft
 from foredraft.cli import main
 from foredraft.files.ours import WEIGHTS
 from foredraft.files.reading import read_config
-from foredraft.formats import Imported, export_draft, import_draft
+from foredraft.formats import Imported, export_draft, import_draft, open_draft
 from foredraft.formats.fields import DraftFields
 
 MODEL: LlamaForCausalLM = tiny_model(CONFIG)  # type: ignore[assignment]
@@ -152,7 +153,7 @@ class TestGolden:
     @pytest.mark.parametrize("name", test_golden_eagle3.FILES)
     def test_eagle3(self, name: str, peer: Callable[..., Imported]) -> None:
         there = test_golden_eagle3.Golden(name, *test_golden_eagle3.FILES[name])
-        there.__dict__["draft"] = auto_draft(peer(name).path, ttt_steps=3)
+        there.draft = auto_draft(peer(name).path, ttt_steps=3)
         for step in range(3):
             slots, logits = there.slots(step), there.draft.compute_logits(there.states[step])
             assert_close(logits.flatten(0, 1)[slots], there.tensors[f"step{step}.logits"].flatten(0, 1)[slots], rtol=1e-5, atol=1e-5)
@@ -160,7 +161,7 @@ class TestGolden:
     @pytest.mark.parametrize("name", ["nemo", "specforge", "speculators"])
     def test_peagle(self, name: str, peer: Callable[..., Imported]) -> None:
         there = test_golden_peagle.Golden(name)
-        there.__dict__["draft"] = auto_draft(peer(f"{name}_peagle").path, num_depths=4)
+        there.draft = auto_draft(peer(f"{name}_peagle").path, num_depths=4)
         logits_NW = torch.cat([logits.flatten(0, -2) for logits in there.recorded("logits")])
         for states_ND, theirs in zip(there.states, there.theirs, strict=True):
             assert_close(there.draft.compute_logits(states_ND), logits_NW[theirs], rtol=1e-5, atol=1e-5)
@@ -172,7 +173,7 @@ class TestGolden:
         head = {"lm_head.weight": there.tensors["inputs.target_head"]}
         draft.load_state_dict(head | (there.ours("weights_frozen") or golden("speculators_dflash")), strict=False)  # their target's own
         draft.complete = True
-        there.__dict__["draft"] = draft
+        there.draft = draft
         theirs = there.tensors["logits"].unflatten(0, (1, -1) if name == "speculators" else (-1,))[:, :, 1:]
         assert_close(draft.compute_logits(there.states), theirs.flatten(0, 2), rtol=1e-5, atol=1e-5)
 
@@ -375,7 +376,7 @@ class TestRefused:
             ("speculators_eagle3", {"norm_before_fc": True}, "norm_before_fc: one norm over all aux states"),
             ("speculators_dflash", {"sample_from_anchor": True}, "sample_from_anchor"),
             ("nemo_dflash", {"is_causal": True}, "is_causal"),
-            ("nemo_dflash", {"dflash_config": {"causal": True, "use_swa": True}}, "(?s)is_causal.*use_swa"),
+            ("nemo_dflash", {"dflash_config": {"causal": True, "use_swa": True}}, "(?s)causal: the slots.*use_swa"),
             ("nemo_dflash", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding window"),
             ("nemo_eagle3", {"use_sliding_window": True, "sliding_window": 64}, "sliding window"),
             ("nemo_eagle3", {"logit_scale": 0.5}, "logit_scale=0.5"),
@@ -413,9 +414,9 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("name", "tensors", "message"),
         [
-            ("nemo_eagle3", {"model.fc.weight": None}, "as NeMo Automodel writes them, but not a draft's"),
+            ("nemo_eagle3", {"model.fc.weight": None}, "as nemo writes them, but not a draft's"),
             ("nemo_eagle3", {"fc.weight": torch.zeros(64, 192)}, "two formats in one checkpoint: fc.weight and model.fc.weight"),
-            ("nemo_eagle3", {"midlayer.fc.weight": torch.zeros(2)}, "unexpected: midlayer.fc.weight"),
+            ("nemo_eagle3", {"midlayer.fc.weight": torch.zeros(2)}, "two formats claim this checkpoint: nemo .* and safeailab"),
             ("nemo_eagle3", {"model.fc.weight": torch.zeros(64, 100)}, "fc reads 100 features, no multiple of the 64"),
             ("nemo_eagle3", {"model.fc.weight": torch.zeros(64)}, "needed with 2 dimensions"),
             ("nemo_eagle3", {"model.norm.weight": None}, "missing: norm.weight"),
@@ -435,10 +436,11 @@ class TestRefused:
             peer(name, tensors)
 
     def test_what_nobody_wrote(self, tmp_path: Path, target: str) -> None:
-        """EAGLE-1: fc reads the embedding beside one state."""
-        theirs = write(tmp_path / "theirs", {"model_type": "llama"}, {"fc.weight": torch.zeros(64, 128), "layers.0.x": torch.zeros(1)})
-        with pytest.raises(ForedraftError, match=r"(?s)no draft in a format.*midlayer.*seen: tensors fc.weight, layers.0.x\n.*model_type"):
-            import_draft(theirs, tmp_path / "ours", target)
+        """EAGLE-1, whose fc reads the embedding beside one state, and no draft at all."""
+        for name, message in (("fc.weight", r"plain writes them, but.*eagle3: fc\.weight, "), ("w", "no draft in a format.*midlayer")):
+            theirs = write(tmp_path / name, {"model_type": "llama"}, {name: torch.zeros(64, 128), "layers.0.x": torch.zeros(1)})
+            with pytest.raises(ForedraftError, match=rf"(?s){message}.*seen: tensors .*layers\.0\.x.*model_type"):
+                import_draft(theirs, tmp_path / "ours", target)
 
     def test_ours(self, tmp_path: Path, target: str) -> None:
         save_draft(tiny_draft(MODEL), tmp_path / "draft")
@@ -621,14 +623,107 @@ class TestSpeculators:
         with pytest.raises(ForedraftError, match="this draft makes 6 at once"):
             export_draft(tmp_path / "draft", tmp_path / "exported", "speculators", num_draft_tokens=7)
 
-    def test_unknown_format(self, tmp_path: Path) -> None:
-        with pytest.raises(ForedraftError, match="'speculator'; did you mean 'speculators'"):
-            export_draft(tmp_path, tmp_path / "exported", "speculator")
-
     def test_no_draft_of_ours(self, tmp_path: Path) -> None:
         write(tmp_path / "theirs", PEERS["nemo_eagle3"], golden("nemo_eagle3"))
         with pytest.raises(ForedraftError, match="no 'foredraft' entry"):
             export_draft(tmp_path / "theirs", tmp_path / "exported", "speculators")
+
+
+class Backwards(FormatBase):
+    """A third party's format: names backwards, beside a tensor that its training needs."""
+
+    name, sign = "backwards", "the field backwards"
+
+    def recognises(self, names: Collection[str], config: Mapping[str, Any]) -> bool:
+        return "backwards" in config
+
+    def rename(self, name: str) -> str | None:
+        return None if name == "model.state" else name[::-1]
+
+    def flatten(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(config["backwards"])
+
+    def notes(self, config: Mapping[str, Any]) -> list[str]:
+        return ["read backwards"]
+
+    def write(self, draft: Any, tensors: Mapping[str, Tensor], algorithm: str | None, num_tokens: int) -> Any:
+        assert algorithm == "tilted"
+        fields = {**draft.config.to_dict(), "k": num_tokens, "foredraft": None}
+        return {"backwards": fields}, {"model.state": torch.ones(1), **{name[::-1]: tensor for name, tensor in tensors.items()}}
+
+
+class Tilted(default_registry().algorithm("eagle3")):  # type: ignore[misc]
+    """A third party's algorithm: EAGLE-3 with a tensor and an option of its own."""
+
+    name, summary = "tilted", "tilted"
+    told_by = frozenset({"fc.weight", "tilt"})
+
+    class Options(default_registry().algorithm("eagle3").Options):  # type: ignore[misc]
+        angle: int = 1
+
+    @property
+    def max_tokens(self) -> int:
+        return self.options.angle
+
+    def modules(self, config: Any) -> dict[str, Any]:
+        return {"tilt": torch.nn.Parameter(torch.full((3,), 0.5))}
+
+    def engine_fields(self, config: Any) -> dict[str, Any]:
+        return {**super().engine_fields(config), "angle": self.options.angle}
+
+
+class TestThirdParty:
+    """A format and an algorithm that nothing here knows of."""
+
+    @pytest.fixture
+    def registry(self) -> Registry:
+        return with_plugin(foredraft_formats=[Backwards], foredraft_algorithms=[Tilted])
+
+    def test_round_trip(self, registry: Registry, tmp_path: Path, target: str) -> None:
+        draft = auto_draft(CONFIG, "tilted", angle=3, norm_output=True, draft_vocab_size=128, registry=registry)
+        save_draft(draft, tmp_path / "draft")
+        export_draft(tmp_path / "draft", tmp_path / "theirs", "backwards", registry=registry)
+        assert read_config(tmp_path / "theirs")["backwards"]["k"] == 3
+        with pytest.raises(ForedraftError, match=r"(?s)names as nemo writes them, but.*seen: tensors .*thgiew\.cf"):
+            import_draft(tmp_path / "theirs", tmp_path / "again", target)
+        done = import_draft(tmp_path / "theirs", tmp_path / "again", target, registry)
+        assert (done.form, done.algorithm, done.notes) == ("backwards", "tilted", ("read backwards",))
+        ours, again = load_file(tmp_path / "draft" / WEIGHTS), load_file(done.path / WEIGHTS)
+        assert ours.keys() == again.keys()
+        assert not [name for name, tensor in ours.items() if not torch.equal(tensor, again[name])]
+        options = auto_draft(done.path, registry=registry).config.foredraft["options"]
+        assert (options["angle"], options["norm_output"]) == (3, True)
+        opened = open_draft(tmp_path / "theirs", target, registry=registry)
+        assert torch.equal(opened.tilt, draft.tilt)
+
+    def test_which_counts(self, tmp_path: Path, target: str) -> None:
+        """A name of its own before the beginning of names; of two equals, and two algorithms that a file tells alike, neither."""
+        twin = type("Twin", (Backwards,), {"name": "twin"})
+        rival = type(
+            "Rival", (default_registry().algorithm("medusa"),), {"name": "rival", "told_by": frozenset({"fc.weight", "norm.weight"})}
+        )
+        upright = type("Upright", (Backwards,), {"name": "upright", "rename": lambda self, name: name.removeprefix("model.")})
+        theirs = write(tmp_path / "theirs", {"backwards": PEERS["nemo_eagle3"]}, golden("nemo_eagle3"))
+        assert import_draft(theirs, tmp_path / "ours", target, with_plugin(foredraft_formats=[upright])).form == "upright"
+        for plugin, message in (
+            ({"foredraft_formats": [Backwards, twin]}, "two formats claim this checkpoint: backwards .* and twin "),
+            ({"foredraft_formats": [upright], "foredraft_algorithms": [rival]}, "two algorithms made it, by its tensors: eagle3 and rival"),
+        ):
+            with pytest.raises(ForedraftError, match=message):
+                import_draft(theirs, tmp_path / "none", target, with_plugin(**plugin))
+
+    @pytest.mark.parametrize(("form", "advice"), [("nemo", ""), ("backward", "; did you mean 'backwards'?")])
+    def test_one_that_cannot_be_written(self, form: str, advice: str, registry: Registry, tmp_path: Path) -> None:
+        with pytest.raises(ForedraftError) as refused:
+            export_draft(tmp_path, tmp_path / "out", form, registry=registry)
+        assert str(refused.value) == f"no format '{form}' can be written{advice} (known: backwards, speculators)"
+
+
+def with_plugin(**hooks: list[type]) -> Registry:
+    """All that is installed, and a plugin with these hooks."""
+    registry = Registry()
+    registry.register(SimpleNamespace(__name__="theirs", **{name: hookimpl(lambda found=found: found) for name, found in hooks.items()}))
+    return registry
 
 
 @pytest.mark.vllm
@@ -695,7 +790,7 @@ def test_commands(
 
     theirs = write(tmp_path / "specforge", PEERS["specforge_eagle3"], golden("specforge_eagle3"))
     assert run("import", theirs, tmp_path / "draft", "--target", target) == 0
-    assert "a draft by eagle3, from SafeAILab/EAGLE or SpecForge" in capsys.readouterr().out
+    assert "a draft by eagle3, in the format safeailab" in capsys.readouterr().out
     assert run("export", tmp_path / "draft", tmp_path / "exported", "--format", "speculators", "-k", 3) == 0
     assert read_config(tmp_path / "exported")["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert run("import", tmp_path / "target", tmp_path / "other", "--target", target) == 1

@@ -10,7 +10,7 @@ from .common import TargetOption, loads_target
 
 
 def import_(
-    source: Annotated[str, typer.Argument(help="directory or hub id of a draft by SafeAILab/EAGLE, SpecForge, NeMo, speculators or z-lab")],
+    source: Annotated[str, typer.Argument(help="directory or hub id of a draft in a format that `foredraft plugins` lists")],
     out: Annotated[Path, typer.Argument(help="where the draft of ours goes")],
     target: TargetOption,
     loading: Loading,
@@ -23,7 +23,7 @@ def import_(
 
     logging.disable_progress_bar()
     done = import_draft(source, out, target, loading=loading)
-    print(f"{done.path}: a draft by {done.algorithm}, from {done.peer}")
+    print(f"{done.path}: a draft by {done.algorithm}, in the format {done.form}")
     for note in done.notes:
         print(f"  {printable(note)}")
 
@@ -31,7 +31,7 @@ def import_(
 def export(
     draft: Annotated[str, typer.Argument(help="directory or hub id of a draft of ours")],
     out: Annotated[Path, typer.Argument(help="where the export goes")],
-    form: Annotated[str, typer.Option("--format", help="speculators")],
+    form: Annotated[str, typer.Option("--format", help="a format that can be written, speculators say (see `foredraft plugins`)")],
     num_draft_tokens: Annotated[
         int | None,
         typer.Option(

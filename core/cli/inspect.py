@@ -10,7 +10,7 @@ from .common import loads_target, show_keys
 
 
 def info(
-    name: Annotated[str, typer.Argument(help="a target or a draft: a directory or an id on the hub; or an algorithm, adapter or engine")],
+    name: Annotated[str, typer.Argument(help="a target or a draft: a directory or an id on the hub; or the name of a plugin")],
     loading: Loading,
     algorithm: Annotated[str | None, typer.Option(help="algorithm to plan for, with a target")] = None,
     draft_vocab_size: Annotated[int | None, typer.Option(min=1, help="draft vocabulary to plan with, for a target")] = None,
@@ -51,7 +51,7 @@ def _plugin(name: str) -> None:
 def plugins(
     write: Annotated[Path | None, typer.Option(help="write the keys of run files and all options to this Markdown file")] = None,
 ) -> None:
-    """List installed adapters, algorithms and engines, and the plugins that failed to load."""
+    """List installed adapters, algorithms, engines and formats, and the plugins that failed to load."""
     from rich.console import Console
     from rich.table import Table
 

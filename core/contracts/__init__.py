@@ -5,6 +5,7 @@ from .config import DraftConfigMixin
 from .draft import Batch, DraftModel, KeyValueCache, Layout, Pattern
 from .engine import Config, EngineBase
 from .finding import Finding
+from .format import FormatBase
 from .hookspecs import hookimpl
 from .options import Frozen
 from .signal import Signal
@@ -22,6 +23,7 @@ __all__ = [
     "DrafterBase",
     "EngineBase",
     "Finding",
+    "FormatBase",
     "Frozen",
     "KeyValueCache",
     "Layout",

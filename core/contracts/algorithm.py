@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..errors import ForedraftError
 from .draft import Batch, DraftModel
+from .engine import Files
+from .finding import Finding
 from .options import Frozen
 from .plugin import Plugin
 from .signal import Signal
@@ -120,6 +122,29 @@ class AlgorithmBase(DrafterBase):
         needed, and `counts` [K], the denominators of the loss. `generators` holds one random generator per row of the
         batch, seeded by (seed, epoch, row).
         """
+
+    # What tells a draft by it, in files of any origin.
+
+    told_by: ClassVar[frozenset[str]] = frozenset()
+    """Tensors, by our names, that every draft by it has; of the algorithms whose tensors a peer's checkpoint holds, the one that names most
+    of them made it. Empty: no checkpoint is read as a draft by it. A variant inherits its parent's, and the parent counts."""
+
+    @classmethod
+    def options_from(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Options that a peer's `config.json`, made flat, settles: by default those that a field is named after.
+
+        Raises `ForedraftError` for what no draft by it computes, and where an option that must be known is not said.
+        """
+        return {name: fields[name] for name in cls.Options.model_fields if fields.get(name) is not None}
+
+    @classmethod
+    def findings(cls, draft: Files) -> list[Finding]:
+        """What is wrong with a draft by it, for `foredraft doctor`, beside what may be wrong with any.
+
+        `draft` has the fields of its config side by side, and its tensors by our names, whatever they hold. Of a peer's draft every
+        algorithm is asked: it says nothing of one that is not its own.
+        """
+        return []
 
     @abstractmethod
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal, counts: Tensor) -> Step:

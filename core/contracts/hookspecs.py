@@ -23,3 +23,8 @@ def foredraft_algorithms() -> list[type]:  # type: ignore[empty-body]
 @hookspec
 def foredraft_engines() -> list[type]:  # type: ignore[empty-body]
     """Serving systems that load drafts (subclasses of `foredraft.EngineBase`)."""
+
+
+@hookspec
+def foredraft_formats() -> list[type]:  # type: ignore[empty-body]
+    """Other projects' ways of writing a draft down (subclasses of `foredraft.FormatBase`)."""

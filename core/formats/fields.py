@@ -7,6 +7,7 @@ from pydantic import AliasChoices, ConfigDict, Field, ValidationError, model_val
 
 from ..errors import ForedraftError, describe_validation
 from ..files.reading import Size, Strict, Token
+from ..files.spellings import AUX_LAYERS, MASK_TOKEN, NESTED, value
 
 Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Layers = Annotated[list[Annotated[int, Field(ge=-1, le=10_000)]], Field(min_length=1, max_length=1000)]
@@ -16,6 +17,7 @@ NO_COUNTERPART = {
     "norm_before_fc": "one norm over all aux states at once (input_norm); ours has one per aux state (fc_norm) or none",
     "sample_from_anchor": "the anchor's slot drafts too; our blocks begin behind it",
     "is_causal": "the slots of a block see only those before them; ours see all",
+    "causal": "the slots of a block see only those before them; ours see all",
     "use_swa": "attention within a sliding window; our drafts see the whole text",
     "attention_sink_bias": "attention has sinks",
 }
@@ -74,32 +76,8 @@ class Rope(Strict):
         return self
 
 
-class EagleFields(Strict):
-    """`eagle_config`, which SGLang reads."""
-
-    eagle_aux_hidden_state_layer_ids: Layers | None = None
-    use_aux_hidden_state: bool = True
-    norm_before_fc: bool = False
-
-
-class DFlashFields(Strict):
-    """`dflash_config`."""
-
-    target_layer_ids: Layers | None = None
-    mask_token_id: Token | None = None
-    block_size: Size | None = None
-    causal: bool = False
-    use_swa: bool = False
-    attention_sink_bias: bool = False
-    attention_value_scale: float | None = None
-    input_embedding_scale: float | None = None
-    output_multiplier: float | None = None
-    final_logit_softcapping: float | None = None
-    use_aux_hidden_state: bool = True
-
-
 class DraftFields(Strict):
-    """The fields of a draft's config that decide what it computes."""
+    """The fields of a draft's config that decide what it computes, at its top level or in one of its objects."""
 
     hidden_act: Literal["silu"] = "silu"
     num_hidden_layers: Size | None = None
@@ -124,11 +102,15 @@ class DraftFields(Strict):
     norm_before_fc: bool = False
     sample_from_anchor: bool = False
     is_causal: bool | None = None
+    causal: bool = False
+    use_swa: bool = False
+    attention_sink_bias: bool = False
     logit_scale: float | None = None
+    attention_value_scale: float | None = None
+    input_embedding_scale: float | None = None
+    output_multiplier: float | None = None
     partial_rotary_factor: float | None = None
-    block_size: Size | None = None
-    num_depths: Size | None = None
-    ttt_steps: Size | None = None
+    final_logit_softcapping: float | None = None
     mask_token_id: Token | None = None
     pard_token: Token | None = None
     ptd_token_id: Token | None = None
@@ -136,15 +118,14 @@ class DraftFields(Strict):
     aux_hidden_state_layer_ids: Layers | None = None
     target_layer_ids: Layers | None = None
     use_aux_hidden_state: bool = True
-    eagle_config: EagleFields = EagleFields()
-    dflash_config: DFlashFields = DFlashFields()
+    eagle_config: "DraftFields | None" = None
+    dflash_config: "DraftFields | None" = None
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> "DraftFields":
         """Checked fields. Raises `ForedraftError` that lists all that is wrong, and every flag that our drafts have no counterpart of."""
-        nested = ("eagle_config", "dflash_config")
         try:
-            read = cls.model_validate({k: v for k, v in fields.items() if k not in nested or v is not None})
+            read = cls.model_validate(fields)
             _ = read.rope
         except ValidationError as error:
             raise ForedraftError("the draft's config.json:\n  " + describe_validation(error, cls.model_fields)) from error
@@ -154,20 +135,19 @@ class DraftFields(Strict):
 
     def objections(self) -> list[str]:
         """What this draft computes and ours cannot, a line each."""
-        said = {**self.model_dump(), **self.eagle_config.model_dump(), **self.dflash_config.model_dump()}
-        said["norm_before_fc"] = self.norm_before_fc or self.eagle_config.norm_before_fc
-        said["is_causal"] = self.is_causal or self.dflash_config.causal
+        said = self.model_dump()
         found = [f"{name}: {reason}" for name, reason in NO_COUNTERPART.items() if said[name]]
         found += [f"{name}={said[name]}: a factor that ours has not" for name in SCALES if said[name] not in (None, 1.0)]
-        if said["final_logit_softcapping"]:
-            found.append(f"final_logit_softcapping={said['final_logit_softcapping']}: the draft's logits are capped; ours are not")
-        if not (self.use_aux_hidden_state and self.eagle_config.use_aux_hidden_state and self.dflash_config.use_aux_hidden_state):
+        if self.final_logit_softcapping:
+            found.append(f"final_logit_softcapping={self.final_logit_softcapping}: the draft's logits are capped; ours are not")
+        if not self.use_aux_hidden_state:
             found.append("use_aux_hidden_state=false: it reads the target's last state only, without fc (EAGLE-1)")
         if other := sorted({kind for kind in self.layer_types or () if kind != "full_attention"}):
             found.append(f"layer_types {', '.join(other)}: {NO_COUNTERPART['use_swa']}")
         elif self.layer_types is None and self.use_sliding_window and self.sliding_window:
             found.append(f"sliding_window={self.sliding_window}: {NO_COUNTERPART['use_swa']}")
-        return found
+        inside = [getattr(self, name) for name in NESTED]
+        return found + [text for fields in inside if fields is not None for text in fields.objections()]
 
     @property
     def rope(self) -> Rope:
@@ -177,27 +157,16 @@ class DraftFields(Strict):
 
     @property
     def aux_layers(self) -> tuple[int, ...] | None:
-        """The target layers it reads, as HF `hidden_states` indices; None: not said.
-
-        The convention goes with the field, not with who wrote it: the EAGLE ids at the top level count the embedding's output as 0,
-        those in `eagle_config` and all `target_layer_ids` count layer outputs from 0. Raises `ForedraftError` where two fields disagree.
-        """
-        spellings = {
-            "eagle_aux_hidden_state_layer_ids": (self.eagle_aux_hidden_state_layer_ids, 0),
-            "aux_hidden_state_layer_ids": (self.aux_hidden_state_layer_ids, 0),
-            "eagle_config.eagle_aux_hidden_state_layer_ids": (self.eagle_config.eagle_aux_hidden_state_layer_ids, 1),
-            "dflash_config.target_layer_ids": (self.dflash_config.target_layer_ids, 1),
-            "target_layer_ids": (self.target_layer_ids, 1),
-        }
-        said = {name: tuple(i + shift for i in ids) for name, (ids, shift) in spellings.items() if ids is not None}
+        """The target layers it reads, as HF `hidden_states` indices; None: not said. Raises `ForedraftError` where two fields disagree."""
+        stated = {name: (value(self.model_dump(), name), shift) for name, shift in AUX_LAYERS.items()}
+        said = {name: tuple(i + shift for i in ids) for name, (ids, shift) in stated.items() if ids is not None}
         return agreed("aux layers (as hidden_states indices)", said)
 
     @property
     def mask_token(self) -> int | None:
         """The token that stands for the unknown, by any of its names. Raises `ForedraftError` where two disagree."""
-        named = {name: getattr(self, name) for name in ("mask_token_id", "pard_token", "ptd_token_id")}
-        said = {**named, "dflash_config.mask_token_id": self.dflash_config.mask_token_id}
-        return agreed("mask token", {name: token for name, token in said.items() if token is not None})
+        stated = {name: value(self.model_dump(), name) for name in MASK_TOKEN}
+        return agreed("mask token", {name: token for name, token in stated.items() if token is not None})
 
 
 def agreed(what: str, said: Mapping[str, Any]) -> Any:

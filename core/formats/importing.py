@@ -1,7 +1,7 @@
 """`foredraft import`: a peer's checkpoint becomes a draft of ours, tensor for tensor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from ..errors import ForedraftError
 from ..files.hub import find_draft
 from ..files.ours import save_draft
 from ..files.raw import SIDE_FILE, Checkpoint
+from ..files.spellings import flat
 from ..files.tensor_names import TARGET_HEAD
 from ..files.writing import check_new
 from ..registry import Registry, default_registry
 from ..target.loading import load_config, load_target
+from .content import Content, recognise
 from .fields import DraftFields
-from .peers import Kind, Peer, recognise
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,14 +36,15 @@ class Imported:
     """What became of a peer's checkpoint."""
 
     path: Path
-    peer: str
+    form: str
+    """The format that it was written in."""
     algorithm: str
     notes: tuple[str, ...]
     """What was filled in, left out or taken in a sense of its own."""
 
 
 def import_draft(source: str | Path, out: str | Path, target: str, registry: Registry | None = None, loading: Loading = PLAIN) -> Imported:
-    """Write the draft in `source`, in any format of `PEERS`, to `out` as a draft of ours for `target` (both directories or hub ids).
+    """Write the draft in `source`, in any registered format, to `out` as a draft of ours for `target` (both directories or hub ids).
 
     `target` gives the draft its vocabulary and the width of what it reads, and the embedding and head where the file has none. Nothing
     of the checkpoint's author runs. Raises `ForedraftError` for what is not recognised, damaged, or beyond what a draft of ours computes.
@@ -55,12 +57,14 @@ def import_draft(source: str | Path, out: str | Path, target: str, registry: Reg
         raise ForedraftError(f"'{source}' is a draft of foredraft's already: use it as it is")
     if (checkpoint.path / SIDE_FILE).exists():
         raise ForedraftError(f"'{source}' holds {SIDE_FILE}: its mask token has an embedding of its own; ours is the target's")
-    work = _Import(checkpoint, *recognise(checkpoint.config, checkpoint.tensors), target, registry or default_registry(), loading)
+    registry = registry or default_registry()
+    content = recognise(checkpoint.config, checkpoint.tensors, registry)
+    work = _Import(checkpoint, content, target, registry, loading, content.form.notes(checkpoint.config))
     draft = work.draft()
     if "embed_tokens.weight" in work.names:
         draft.config.update({"foredraft": {**draft.config.foredraft, "own_embedding": True}})
     save_draft(draft, out, work.state(draft))
-    return Imported(Path(out), work.peer.name, work.kind.name, tuple(work.notes))
+    return Imported(Path(out), content.form.name, content.algorithm, tuple(work.notes))
 
 
 @dataclass
@@ -68,19 +72,20 @@ class _Import:
     """One import under way."""
 
     checkpoint: Checkpoint
-    peer: Peer
-    kind: Kind
-    config: Mapping[str, Any]
-    names: dict[str, str]
-    """Its tensors' names by ours."""
+    content: Content
     target: str
     registry: Registry
     loading: Loading
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Its tensors' names by ours."""
+        return self.content.names
 
     @cached_property
     def fields(self) -> DraftFields:
-        return DraftFields.read(self.config)
+        return DraftFields.read(self.content.config)
 
     @cached_property
     def target_config(self) -> PretrainedConfig:
@@ -129,7 +134,7 @@ class _Import:
 
     def algorithm(self) -> AlgorithmBase:
         """The algorithm with the options that the checkpoint settles. Raises `ForedraftError` where one is missing."""
-        options, fields = self.registry.algorithm(self.kind.name).Options.model_fields, self.fields
+        cls, fields = self.registry.algorithm(self.content.algorithm), self.fields
         layers = {name.split(".")[1] for name in self.names if name.startswith("layers.")}
         if len(layers) > MOST:
             raise ForedraftError(f"the file names {len(layers)} layers: no draft has so many")
@@ -140,34 +145,19 @@ class _Import:
             raise ForedraftError(
                 f"fc reads {width} features, no multiple of the {chunk} that a layer of '{self.target}' has: is it its draft?"
             )
-        settled = {
+        if fields.norm_before_residual and "norm_before_residual" not in cls.Options.model_fields:
+            raise ForedraftError(f"norm_before_residual: its first layer adds to the normed state, ours of {cls.name} to the state")
+        shape = {
             "num_layers": len(layers),
             "num_aux": width // chunk,
-            "fc_norm": fields.fc_norm,
-            "norm_output": self.feeds_normed(),
-            "norm_before_residual": fields.norm_before_residual or None,
             "qk_norm": "layers.0.self_attn.q_norm.weight" in self.names,
             "mask_token_id": fields.mask_token,
-            "block_size": fields.block_size or fields.dflash_config.block_size,
-            "num_depths": fields.num_depths,
-            "ttt_steps": fields.ttt_steps,
         }
-        if fields.norm_before_residual and "norm_before_residual" not in options:
-            raise ForedraftError(f"norm_before_residual: its first layer adds to the normed state, ours of {self.kind.name} to the state")
-        settled = {name: value for name, value in settled.items() if name in options and value is not None}
-        if lacking := sorted({"mask_token_id", "block_size"} & set(options) - set(settled)):
-            raise ForedraftError(f"the draft's config.json names no {' and no '.join(lacking)}: add what it was trained with")
-        return make_algorithm(self.kind.name, settled, self.registry)
-
-    def feeds_normed(self) -> bool:
-        """Whether the state fed back is the normed one."""
-        if not self.peer.norms_before_head:
-            return bool(self.fields.norm_output)
-        if self.fields.norm_output is False:
-            raise ForedraftError("norm_output=false: this draft's head reads the state before the norm; ours reads it after")
-        if self.fields.norm_output:
-            self.notes.append("norm_output here means a norm before the head, as every draft has; the state fed back is not normed")
-        return False
+        settled = cls.options_from(flat(self.content.config)) | {name: v for name, v in shape.items() if name in cls.Options.model_fields}
+        method = make_algorithm(cls.name, settled, self.registry)
+        if method.spec.mask_token and fields.mask_token is None:
+            raise ForedraftError("the draft's config.json names no mask_token_id: add what it was trained with")
+        return method
 
     def adapter(self) -> Any:
         """The target's adapter where its drafts are Llama-shaped, as all that is read here; otherwise Llama's own."""
@@ -180,8 +170,8 @@ class _Import:
         if fields.num_attention_heads is None:
             raise ForedraftError("the draft's config.json names no num_attention_heads")
         head_dim = fields.head_dim or hidden // fields.num_attention_heads
-        wide = fields.num_attention_heads * head_dim
-        if wide != (rows := self.shape("layers.0.self_attn.q_proj.weight")[0]):
+        wide, layered = fields.num_attention_heads * head_dim, any(name.startswith("layers.0.") for name in self.names)
+        if layered and wide != (rows := self.shape("layers.0.self_attn.q_proj.weight")[0]):
             raise ForedraftError(f"{fields.num_attention_heads} heads of {head_dim} in config.json, but the file's q_proj has {rows} rows")
         rope = fields.rope
         if rope.short_factor and len(rope.short_factor) != head_dim // 2:
@@ -190,7 +180,7 @@ class _Import:
             )
         return {
             "hidden_size": hidden,
-            "intermediate_size": self.shape("layers.0.mlp.gate_proj.weight")[0],
+            **({"intermediate_size": self.shape("layers.0.mlp.gate_proj.weight")[0]} if layered else {}),
             "num_attention_heads": fields.num_attention_heads,
             "num_key_value_heads": fields.num_key_value_heads or fields.num_attention_heads,
             "head_dim": head_dim,
@@ -221,8 +211,7 @@ class _Import:
         vocabulary = {"d2t", "t2d"} & set(found)
         shapes = {n: tuple(t.shape) for n, t in expected.items() if n not in ("d2t", "t2d")}
         given = {n: s for n, s in found.items() if n not in doubles and n not in vocabulary}
-        if "mask_hidden" in given and _count(given["mask_hidden"]) == _count(shapes.get("mask_hidden", ())):
-            given["mask_hidden"] = shapes["mask_hidden"]  # whatever its leading dimensions are
+        given |= {n: shapes[n] for n, s in given.items() if n in shapes and _row(s) == _row(shapes[n])}
         problems = {
             "missing": sorted(shapes.keys() - given.keys() - {*TARGET_HEAD}),
             "unexpected": sorted(given.keys() - shapes.keys()),
@@ -233,7 +222,7 @@ class _Import:
         if any(problems.values()):
             lists = "\n".join(f"  {kind}: {', '.join(n[:120] for n in names)}" for kind, names in problems.items() if names)
             raise ForedraftError(
-                f"the checkpoint by {self.peer.name} does not hold what its config.json and '{self.target}' ask for:\n{lists}"
+                f"the {self.content.form.name} checkpoint does not hold what its config.json and '{self.target}' ask for:\n{lists}"
             )
         for name in doubles:
             self.check_double(name)
@@ -265,9 +254,9 @@ class _Import:
                 state[name] = theirs.to(self.dtype)
                 self.notes.append(f"the file has no {name}: taken from '{self.target}'")
             elif torch.equal(own := self.tensor(name), theirs.to(own.dtype)):
-                self.notes.append(f"{name} left out: it is the target's, which a draft by {self.kind.name} uses")
+                self.notes.append(f"{name} left out: it is the target's, which a draft by {self.content.algorithm} uses")
             else:
-                raise ForedraftError(f"{name} is not that of '{self.target}': a draft by {self.kind.name} uses the target's own")
+                raise ForedraftError(f"{name} is not that of '{self.target}': a draft by {self.content.algorithm} uses the target's own")
 
     def draft_ids(self, size: int, vocab: int) -> Tensor:
         """[W] the target id of each draft id, from d2t as offsets or as ids, whichever fits t2d; from t2d alone if there is no d2t.
@@ -303,5 +292,8 @@ class _Import:
         return found.to(dtype)
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
+def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without leading dimensions of one."""
+    while shape[:-1] and shape[0] == 1:
+        shape = shape[1:]
+    return shape

@@ -1,0 +1,152 @@
+"""speculators 0.9: the draft's layers described in an object of their own, its algorithm and its target beside them."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from foredraft import ForedraftError, FormatBase, hookimpl
+from foredraft.contracts import Config
+
+TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")
+LAYER_FIELDS = (
+    "attention_bias",
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "max_position_embeddings",
+    "mlp_bias",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "pad_token_id",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "use_cache",
+    "vocab_size",
+)
+"""What describes the draft's layers."""
+
+
+class Speculators(FormatBase):
+    """Read and written; the tensors have our names."""
+
+    name = "speculators"
+    summary = "EAGLE-3, P-EAGLE and DFlash drafts by speculators"
+    sign = "speculators_model_type in config.json"
+
+    def recognises(self, names: Collection[str], config: Config) -> bool:
+        """By the field."""
+        return "speculators_model_type" in config
+
+    def rename(self, name: str) -> str | None:
+        """Its training keeps parts of the target."""
+        return None if name in TRAINING_ONLY else name
+
+    def algorithm(self, config: Config) -> str:
+        """The names are ours, too."""
+        if (kind := config["speculators_model_type"]) not in list(MODELS):
+            known = ", ".join(MODELS)
+            raise ForedraftError(f"speculators_model_type {str(kind)[:80]!r}: foredraft reads {known} of speculators' models")
+        return str(kind)
+
+    def flatten(self, config: Config) -> dict[str, Any]:
+        """The layers' config and the draft's own fields; EAGLE-3's residual is normed unless the file says no."""
+        layers = config.get("transformer_layer_config")
+        if not isinstance(layers, Mapping):
+            raise ForedraftError("a speculators config needs the object transformer_layer_config, which describes the draft's layers")
+        fields = {**layers, "norm_before_residual": self.algorithm(config) == "eagle3", **config}
+        try:
+            tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        except (KeyError, TypeError, IndexError):
+            return fields
+        return {**fields, "num_depths": tokens, "ttt_steps": tokens}
+
+    def write(
+        self, draft: Any, tensors: Mapping[str, Tensor], algorithm: str | None, num_tokens: int
+    ) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+        """Raises `ForedraftError` if speculators has no model for the draft."""
+        from transformers import __version__
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        config, fields = draft.config, draft.config.to_dict()
+        extra = set(draft.algorithm.modules(config)) - {"mask_hidden"}
+        if algorithm is None or algorithm not in MODELS or extra or fields["model_type"] not in ("llama", "qwen3"):
+            reason = f"adds {', '.join(sorted(extra))}" if extra else f"is a {fields['model_type']} of {config.num_hidden_layers} layers"
+            raise ForedraftError(
+                f"speculators has no model for this draft, by algorithm '{draft.algorithm.name}': it {reason}\n"
+                f"  it has {', '.join(MODELS)}, of Llama- and Qwen3-shaped layers"
+            )
+        layers = {name: fields[name] for name in LAYER_FIELDS if name in fields}
+        if config.num_aux_hidden_states != 3:  # vLLM sizes fc by it, and looks for it here only
+            layers["num_aux_hidden_states"] = config.num_aux_hidden_states
+        architecture, own = MODELS[algorithm]
+        target = config.foredraft["target"]
+        return {
+            "architectures": [architecture],
+            "dtype": str(draft.dtype).removeprefix("torch."),
+            "speculators_model_type": algorithm,
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": algorithm,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": num_tokens, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+                ],
+                "verifier": {
+                    "name_or_path": target["name"] or None,
+                    "architectures": [a] if (a := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(target["model_type"])) else [],
+                },
+            },
+            "transformer_layer_config": layers,
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            "tie_word_embeddings": False,
+            "transformers_version": __version__,
+            **own(fields, list(config.aux_layers)),
+        }, tensors
+
+
+def _eagle3(fields: Config, aux_layers: list[int]) -> dict[str, Any]:
+    flags = ("fc_norm", "norm_before_residual", "norm_output")
+    return {
+        "eagle_aux_hidden_state_layer_ids": aux_layers,
+        "embed_requires_grad": False,
+        "norm_before_fc": False,
+        **{name: bool(fields.get(name)) for name in flags},
+    }
+
+
+def _peagle(fields: Config, aux_layers: list[int]) -> dict[str, Any]:
+    return {**_eagle3(fields, aux_layers), "mask_token_id": fields["mask_token_id"]}
+
+
+def _dflash(fields: Config, aux_layers: list[int]) -> dict[str, Any]:
+    return {
+        "aux_hidden_state_layer_ids": aux_layers,
+        "block_size": fields["block_size"],
+        "mask_token_id": fields["mask_token_id"],
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": True,  # no layer has a window, but vLLM takes false for causal attention in all of them
+    }
+
+
+MODELS: Mapping[str, tuple[str, Callable[[Config, list[int]], dict[str, Any]]]] = {
+    "dflash": ("DFlashDraftModel", _dflash),
+    "peagle": ("PEagleDraftModel", _peagle),
+    "eagle3": ("Eagle3DraftModel", _eagle3),
+}
+"""Its class for each kind of draft, and the fields of its own; it and foredraft call the kinds alike."""
+
+
+@hookimpl
+def foredraft_formats() -> list[type]:
+    """The format of this file."""
+    return [Speculators]
