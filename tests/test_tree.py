@@ -34,10 +34,11 @@ from typer.testing import CliRunner
 
 from foredraft import ForedraftError, TreeShape, evaluate, generate
 from foredraft.decoding import AutoregressiveDrafter, DraftingStats
-from foredraft.decoding.candidates import processed
+from foredraft.decoding.choosing import Chooser
+from foredraft.decoding.loop import DecodingLoop
 from foredraft.decoding.report import plot_acceptance, table
+from foredraft.decoding.rollback import check_target, keep_rows
 from foredraft.decoding.tree import DraftTree
-from foredraft.decoding.verification import TreeDecoding, check_tree_decoding, keep_rows
 from foredraft.target.capture import AuxCapture
 
 VOCAB = 30
@@ -200,12 +201,11 @@ class TestGrowing:
             assert int(tree.depths[row]) == len(line) - 1
 
 
-def decoding(target: Any, draft: Any, captured: Any, ids: Tensor, **fields: Any) -> TreeDecoding:
-    """A `TreeDecoding` amid a text, for its steps one by one."""
-    made = TreeDecoding(draft, captured, EVERYTHING, DraftingStats(), None)
-    made.ids, made.processors, made.criteria = ids, LogitsProcessorList(), StoppingCriteriaList()
-    made.config = GenerationConfig(max_length=200, **fields)
-    made.scores, made.logits, made.hidden, made.hides, made.shift = [], [], [], [], 0
+def decoding(target: Any, draft: Any, ids: Tensor, **fields: Any) -> DecodingLoop:
+    """A `DecodingLoop` amid a text, for its steps one by one."""
+    made = DecodingLoop(draft.algorithm, draft, 1, EVERYTHING, DraftingStats(), None)
+    made.model, made.ids, made.processors, made.criteria = target, ids, LogitsProcessorList(), StoppingCriteriaList()
+    made.config, made.kept = GenerationConfig(max_length=200, **fields), {}
     return made
 
 
@@ -220,14 +220,15 @@ class TestVerification:
         ids, cache = torch.tensor([[7, 8, 9, 1]]), DynamicCache()
         target(ids[:, :-1], past_key_values=cache)
         with AuxCapture(target, draft.config.aux_layers) as captured:
-            outputs = decoding(target, draft, captured, ids)._verify(target, cache, tree, 3)
+            kwargs = {"past_key_values": cache, "use_cache": True, "position_ids": torch.arange(4)[None]}
+            outputs = target(**decoding(target, draft, ids)._inputs(tree, {}, kwargs))
             aux = captured.aux_BSA
             for row, path in enumerate(paths_of(tree)):
                 alone = target(torch.tensor([[*ids[0].tolist(), *path]]))
                 assert_close(outputs.logits[0, row], alone.logits[0, -1], rtol=1e-4, atol=1e-4)
                 assert_close(aux[0, row], captured.aux_BSA[0, -1], rtol=1e-4, atol=1e-4)
         leaf = data.draw(st.integers(0, len(tree.tokens)))
-        keep_rows(cache, 3, tree.visible[leaf].nonzero().flatten().tolist())
+        keep_rows(cache, tree.visible[leaf].nonzero().flatten().tolist(), 1 + len(tree.tokens))
         expected = target(torch.tensor([[*ids[0].tolist(), *paths_of(tree)[leaf]]])).past_key_values
         for ours, theirs in zip(cache.layers, expected.layers, strict=True):
             assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
@@ -249,7 +250,7 @@ class TestVerification:
         torch.manual_seed(0)
         target, draft = small_pair()
         tree = DraftTree([2, 0, 4, 1, 2], [0, 0, 1, 1, 2])
-        made = decoding(target, draft, None, PROMPT, do_sample=True)
+        made = decoding(target, draft, PROMPT, do_sample=True)
         outputs = SimpleNamespace(logits=torch.randn(1, 6, 5))
         p = outputs.logits[0].double().softmax(-1)
         expected: Counter[tuple[int, ...]] = Counter()
@@ -267,7 +268,7 @@ class TestVerification:
         observed: Counter[tuple[int, ...]] = Counter()
         for _ in range(samples):
             made.ids = PROMPT
-            rows, finished = made._follow(tree, outputs, whole=False)
+            rows, finished = made._follow(tree, outputs)
             assert not finished
             emitted = tuple(made.ids[0, 3:].tolist())
             assert [paths_of(tree)[row] for row in rows] == [emitted[:i] for i in range(len(emitted))]
@@ -408,8 +409,8 @@ class TestSettings:
         unnamed = [i for i in range(12) if i not in named]
         allowed = lambda length: named[:3] if length % 3 else unnamed  # noqa: E731
         drawn: list[DraftTree] = []
-        propose = TreeDecoding._propose
-        monkeypatch.setattr(TreeDecoding, "_propose", lambda *args: (drawn.append(propose(*args)), drawn[-1])[1])
+        follow = DecodingLoop._follow
+        monkeypatch.setattr(DecodingLoop, "_follow", lambda loop, tree, outputs: (drawn.append(tree), follow(loop, tree, outputs))[1])
         kwargs = {"logits_processor": LogitsProcessorList([Obedient(allowed)])}
         stats = DraftingStats()
         ids = PROMPT[:, :2]
@@ -419,9 +420,8 @@ class TestSettings:
         assert max(int(tree.depths.max()) for tree in drawn) == 2
 
     def test_processed_logits_are_those_of_the_target_vocabulary(self) -> None:
-        logits = processed(
-            LogitsProcessorList([Obedient(lambda _: [1, 4])]), torch.tensor([0]), torch.tensor([1.0, 2.0]), torch.tensor([1, 3]), 5
-        )
+        chooser = Chooser(torch.tensor([[0]]), LogitsProcessorList([Obedient(lambda _: [1, 4])]), False, torch.tensor([1, 3]), 5)
+        logits = chooser.processed(torch.tensor([1.0, 2.0]), torch.tensor([]))
         assert logits.tolist() == [float("-inf"), 1.0] + 3 * [float("-inf")]
 
 
@@ -490,8 +490,8 @@ class TestOutputs:
         forward = target.model.forward
         monkeypatch.setattr(target.model, "forward", lambda *a, **k: (calls.append(k["input_ids"].shape[1]), forward(*a, **k))[1])
         stats, followed = DraftingStats(), []
-        follow = TreeDecoding._follow
-        monkeypatch.setattr(TreeDecoding, "_follow", lambda *a, **k: (followed.append(follow(*a, **k)), followed[-1])[1])
+        follow = DecodingLoop._follow
+        monkeypatch.setattr(DecodingLoop, "_follow", lambda *a, **k: (followed.append(follow(*a, **k)), followed[-1])[1])
         drafted(target, draft, PROMPT, shape(3, 4, 9), stats=stats)
         assert calls[:2] == [3, 10]
         assert stats.passes == len(calls) - 1 == len(followed) - 1
@@ -534,8 +534,8 @@ class TestErrors:
         assert "use_cache=False" in text
         assert "output_attentions" in text
         self.refuse("num_beams=2: a draft decodes one sequence at a time", num_beams=2)
-        self.refuse("keeps states in StaticLayer", cache_implementation="static")
-        self.refuse("keeps states in StaticLayer", past_key_values=StaticCache(config=small_pair()[0].config, max_cache_len=40))
+        self.refuse("a StaticCache cannot go back", cache_implementation="static")
+        self.refuse("a StaticCache cannot go back", past_key_values=StaticCache(config=small_pair()[0].config, max_cache_len=40))
 
     @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
     def test_attention(self, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,7 +554,7 @@ class TestErrors:
         config._attn_implementation = "sdpa"
         for cache in (DynamicCache(config=config), DynamicCache()):
             with pytest.raises(ForedraftError, match=f"keeps states in {layer}"):
-                check_tree_decoding(SimpleNamespace(config=config), GenerationConfig(), cache)  # type: ignore[arg-type]
+                check_target(SimpleNamespace(config=config, _is_stateful=False), GenerationConfig(), {"past_key_values": cache}, tree=True)  # type: ignore[arg-type]
 
     def test_drafters_without_trees(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(small_pair()[1].algorithm), "drafter", lambda *_: SimpleNamespace(propose=None))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 class DraftingStats:
     """Counts over one or many generations. The pass that reads the prompt is not counted.
 
-    Where a text ends inside a draft, transformers crops it there: the tokens behind the end count as drafted and not as accepted.
+    Where a text ends inside a draft, the tokens behind the end count as drafted and not as accepted.
     """
 
     emitted: int = 0

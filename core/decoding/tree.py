@@ -1,4 +1,4 @@
-"""Draft trees (EAGLE-2, arXiv:2406.16858): their shape, their re-ranking, and what a verification needs to know of them."""
+"""What was drafted, as a tree (EAGLE-2, arXiv:2406.16858): its shape, its re-ranking, and what a verification needs to know of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,12 +39,15 @@ class TreeShape(Frozen):
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Drafted tokens as a tree. Row 0 is its root, the newest token of the text; row i + 1 is the drafted token i."""
+    """Drafted tokens as a tree; a chain is one of a single branch. Row 0 is its root, the newest token of the text; row i + 1 is the
+    drafted token i."""
 
     tokens: Sequence[int]
     """The drafted target ids."""
     parents: Sequence[int]
     """The row of each one's parent: an earlier row."""
+    logits: Sequence[Tensor] = ()
+    """What the tokens of a chain were sampled from, [V] each; none: they are point masses."""
 
     @classmethod
     def ranked(cls, tokens_N: Tensor, parents_N: Tensor, values_N: Tensor, num_nodes: int) -> "DraftTree":
@@ -58,6 +61,11 @@ class DraftTree:
         rows = torch.zeros(len(values_N) + 1, dtype=torch.long, device=values_N.device)  # the last one is -1's: the root
         rows[kept] = torch.arange(1, len(kept) + 1, device=values_N.device)
         return cls(tokens_N[kept].tolist(), rows[parents_N[kept]].tolist())
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before."""
+        return list(self.parents) == list(range(len(self.tokens)))
 
     @cached_property
     def visible(self) -> Tensor:

@@ -1,0 +1,167 @@
+"""The decoding loop: what a drafter proposes (a chain, a block or a tree) is verified in one pass of the target."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from ..contracts.algorithm import DrafterBase
+from ..draft.model import BaseDraft
+from ..errors import ForedraftError
+from ..target.capture import AuxCapture
+from .choosing import Chooser
+from .rollback import check_target, keep_rows
+from .stats import DraftingStats
+from .tree import DraftTree, TreeDrafter, TreeShape
+
+
+class DecodingLoop:
+    """A `custom_generate` for `target.generate`, which prepares settings, processors, criteria and cache as ever; one generation each.
+
+    At every token the target's own choice (argmax, or a sample) is taken, and followed down what was drafted while a child has it.
+    For sampling that is exact, and the same as offering the children one by one, as each is a point mass: it is accepted with its
+    probability in what remains of the target's distribution, and a refusal leaves the distribution without it. Random numbers
+    are drawn once per token of the text, as without a draft: the same seed gives the same sample. Tokens of a chain that were
+    themselves sampled, from q, are accepted with probability min(1, p / q), or else replaced by a sample of max(p - q, 0)
+    (arXiv:2211.17192, algorithm 1).
+    """
+
+    def __init__(
+        self,
+        algorithm: DrafterBase,
+        draft: BaseDraft | None,
+        num_tokens: int,
+        tree: TreeShape | None,
+        stats: DraftingStats,
+        streamer: BaseStreamer | None,
+    ):
+        self.drafter: Any = algorithm.drafter(draft)
+        if tree is not None and not isinstance(self.drafter, TreeDrafter):
+            raise ForedraftError(f"drafts by algorithm '{algorithm.name}' grow no trees: leave tree out, for a chain")
+        self.draft, self.num_tokens, self.tree, self.stats, self.streamer = draft, num_tokens, tree, stats, streamer
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        """Decode `input_ids` [1, L]; returns what the settings ask for. `kwargs` are the model's, the cache among them."""
+        check_target(model, generation_config, kwargs, self.tree is not None)
+        self.model, self.ids, self.config = model, input_ids, generation_config
+        self.processors, self.criteria = logits_processor, stopping_criteria
+        asked = ("scores", "logits", "hidden_states", "attentions") if generation_config.return_dict_in_generate else ()
+        self.kept: dict[str, list[Any]] = {name: [] for name in asked if getattr(generation_config, f"output_{name}")}
+        cache = kwargs["past_key_values"]
+        cache.activate_past_recording()
+        with nullcontext() if self.draft is None else AuxCapture(model, self.draft.config.aux_layers) as captured:
+            outputs = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
+            seen = list(range(input_ids.shape[1]))  # rows of the latest pass that are text
+            rows, finished = self._follow(DraftTree([], []), outputs)
+            keep_rows(cache, rows, 1)
+            while not finished:
+                kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=len(rows))
+                drafted, reach = self._propose(torch.empty(1, len(seen), 0) if captured is None else captured.aux_BSA[:, seen])
+                outputs = model(**self._inputs(drafted, outputs, kwargs), return_dict=True)
+                rows, finished = self._follow(drafted, outputs)
+                keep_rows(cache, rows, 1 + len(drafted.tokens))
+                self.stats.add(reach, len(rows) - 1)
+                seen = rows
+        if self.streamer is not None:
+            self.streamer.end()
+        if not generation_config.return_dict_in_generate:
+            return self.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids, past_key_values=cache, **{name: tuple(values) for name, values in self.kept.items()}
+        )
+
+    def _propose(self, aux_1NA: Tensor) -> tuple[DraftTree, int]:
+        """What may follow, and how many of its tokens could be accepted at most. `aux_1NA`: see `Drafter`."""
+        room = self.config.max_length - self.ids.shape[1] - 1
+        if room <= 0:
+            return DraftTree([], []), 0
+        vocab_size = self.model.config.get_text_config().vocab_size
+        device = self.ids.device if self.draft is None else self.draft.device
+        draft_ids_W = torch.arange(vocab_size, device=device) if self.draft is None else self.draft.draft_ids
+        chooser = Chooser(self.ids, self.processors, self.config.do_sample, draft_ids_W, vocab_size)
+        ids_L, aux_1NA = self.ids[0].to(device), aux_1NA.to(device)
+        if self.tree is None:
+            tokens, logits = self.drafter.propose(ids_L, aux_1NA, min(self.num_tokens, room), chooser.choose)
+            return DraftTree(tokens, list(range(len(tokens))), logits), len(tokens)
+        shape = self.tree.model_copy(update={"depth": min(self.tree.depth, room)})
+        return self.drafter.propose_tree(ids_L, aux_1NA, shape, chooser.rank), shape.depth
+
+    def _inputs(self, drafted: DraftTree, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """For the target's pass over the newest token and the N drafted ones, behind what is cached."""
+        count = len(drafted.tokens)
+        ids_1L = torch.cat([self.ids, self.ids.new_tensor([drafted.tokens])], dim=1) if count else self.ids
+        if count:
+            kwargs = self.model._update_model_kwargs_for_generation(outputs, dict(kwargs), num_new_tokens=count)
+        inputs = self.model.prepare_inputs_for_generation(ids_1L, next_sequence_length=1 + count, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = 1 + count
+        if drafted.is_chain:
+            return inputs
+        past = ids_1L.shape[1] - count - 1
+        # Additive: eager attention adds the mask to its scores, SDPA takes either form.
+        lowest = torch.finfo(self.model.dtype).min
+        mask = torch.zeros(1, 1, 1 + count, past + 1 + count, dtype=self.model.dtype, device=ids_1L.device)
+        mask[..., past:].masked_fill_(~drafted.visible.to(mask.device), lowest)
+        if (given := kwargs.get("attention_mask")) is not None:
+            mask.masked_fill_(
+                given[:, None, None] == 0, lowest
+            )  # padding ids in the prompt, which transformers hides unless told otherwise
+        positions = inputs["position_ids"]
+        return inputs | {"attention_mask": mask, "position_ids": positions[..., :1] + drafted.depths.to(positions.device)}
+
+    def _follow(self, drafted: DraftTree, outputs: Any) -> tuple[list[int], bool]:
+        """Emit the target's tokens down the draft, one after each of the rows returned; whether the text is finished."""
+        count = len(drafted.tokens)
+        logits_1NV = outputs.logits[:, -1 - count :].to(self.ids.device, torch.float32, copy=True)
+        row: int | None = 0
+        rows: list[int] = []
+        finished = False
+        while row is not None and not finished:
+            rows.append(row)
+            scores_1V = self.processors(self.ids, logits_1NV[:, row].clone())
+            offered = (drafted.tokens[row], drafted.logits[row]) if row < len(drafted.logits) else None
+            token = self._pick(scores_1V[0], offered)
+            self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=1)
+            if self.streamer is not None:
+                self.streamer.put(self.ids[0, -1:].cpu())
+            self._keep(outputs, row, count, scores_1V, logits_1NV[:, row])
+            finished = bool(self.criteria(self.ids, tuple(self.kept["scores"]) if "scores" in self.kept else None).all())
+            row = drafted.children.get((row, token))
+        return rows, finished
+
+    def _pick(self, scores_V: Tensor, offered: tuple[int, Tensor] | None) -> int:
+        """The token that follows; of one that is `offered` with the logits [V] it was sampled from, it or another."""
+        if not self.config.do_sample:
+            return int(scores_V.argmax())
+        p_V = scores_V.softmax(-1)
+        if offered is not None:
+            token, q_V = offered[0], offered[1].to(p_V.device).softmax(-1)
+            if bool(torch.rand((), device=p_V.device) * q_V[token] < p_V[token]):
+                return token
+            left_V = (p_V - q_V).clamp(min=0)
+            p_V = torch.where(left_V.any(), left_V, p_V)  # nothing is left where p and q differ by rounding alone
+        return int(torch.multinomial(p_V, 1))
+
+    def _keep(self, outputs: Any, row: int, count: int, scores_1V: Tensor, logits_1V: Tensor) -> None:
+        """Note what was asked for of a token that follows `row` of the 1 + `count` of the latest pass; all rows, of the prompt's."""
+        for name, kept in self.kept.items():
+            if name in ("scores", "logits"):
+                kept.append(scores_1V if name == "scores" else logits_1V)
+            elif not kept:
+                kept.append(outputs[name])
+            elif name == "hidden_states":
+                kept.append(tuple(h[:, row : row + 1] for h in outputs[name]))
+            else:
+                kept.append(tuple(a[..., row : row + 1, : a.shape[-1] - count + row] for a in outputs[name]))
