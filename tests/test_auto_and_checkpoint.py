@@ -385,6 +385,7 @@ def write_and_die(place: Path, files: dict[str, str], operations: int) -> NoRetu
 
 
 class TestWriting:
+    @pytest.mark.slow
     def test_a_full_disk_leaves_what_was_there(self, tmp_path: Path) -> None:
         path = save_draft(tiny_draft(tiny_target()), tmp_path / "draft")
         before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}

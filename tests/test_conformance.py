@@ -1,11 +1,13 @@
-"""Every adapter and algorithm of this repository under the kit that third parties use."""
+"""Every adapter, algorithm and engine of this repository under the kit that third parties use."""
 
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from tiny import tiny_config
-from transformers import DeepseekV3Config, Phi3Config, Qwen3Config, StableLmConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, Phi3Config, Qwen3Config, StableLmConfig
 
+from foredraft import auto_draft
 from foredraft.adapters.deepseek_v3 import DeepseekV3Draft, DeepseekV3MoEDraft
 from foredraft.adapters.generic import GenericDraft
 from foredraft.adapters.llama import LlamaDraft
@@ -13,9 +15,12 @@ from foredraft.adapters.phi3 import Phi3Draft
 from foredraft.adapters.qwen3 import Qwen3Draft
 from foredraft.plugins.dflash import DFlash
 from foredraft.plugins.eagle3 import Eagle3, Eagle31
+from foredraft.plugins.hf import Transformers
 from foredraft.plugins.medusa import Medusa
 from foredraft.plugins.peagle import PEagle
-from foredraft.testing import AdapterTests, AlgorithmTests
+from foredraft.plugins.sglang import SGLang
+from foredraft.plugins.vllm import VLLM
+from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests
 
 TINY = {
     "vocab_size": 50,
@@ -29,6 +34,8 @@ TINY = {
     "pad_token_id": 0,
 }
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e4, "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 1.0}}
+DENSE = {"first_k_dense_replace": 8, "n_group": None, "topk_group": None}
 
 
 class OneConfig(AdapterTests):
@@ -82,7 +89,6 @@ class TestDeepseekV3MoE(OneConfig):
         moe_intermediate_size=16,
     )
     expected_failures: ClassVar[dict[str, str]] = {
-        "test_registers": "it is chosen by name: its targets' model_type is the dense adapter's",
         "test_dtypes[prefix-bfloat16]": "routing is a choice, which rounding changes",
     }
 
@@ -117,17 +123,17 @@ class TestEagle31(OneMethod):
 class TestEagle3OnLatentAttention(OneMethod):
     cls, small = Eagle3, {"ttt_steps": 2}
 
-    @pytest.fixture
-    def target_config(self) -> Any:
-        return TestDeepseekV3.config
+    @pytest.fixture(params=["V3", "V2, YaRN"])
+    def target_config(self, request: pytest.FixtureRequest) -> Any:
+        return TestDeepseekV3.config if request.param == "V3" else DeepseekV2Config(**{**TINY, **LATENT, **DENSE, **YARN})
 
 
 class TestPEagle(OneMethod):
-    cls, small = PEagle, {"num_depths": 3, "num_layers": 2}
+    cls, small = PEagle, {"num_depths": 3, "num_layers": 1, "fc_norm": True, "qk_norm": True}
 
 
 class TestPEagleDrawingAll(OneMethod):
-    cls, small = PEagle, {"num_depths": 3, "num_layers": 1, "ratio": 1.0}
+    cls, small = PEagle, {"num_depths": 3, "num_layers": 2, "ratio": 1.0}
 
 
 class TestDFlash(OneMethod):
@@ -136,3 +142,46 @@ class TestDFlash(OneMethod):
 
 class TestMedusa(OneMethod):
     cls, small = Medusa, {"num_heads": 3}
+
+
+MADE: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "eagle3": (tiny_config(), "eagle3", {}),
+    "eagle3 of two layers": (tiny_config(), "eagle3", {"num_layers": 2, "draft_vocab_size": 20}),
+    "eagle3 on latent attention": (TestDeepseekV3.config, "eagle3", {}),
+    "dflash": (tiny_config(), "dflash", {"num_layers": 1}),
+}
+"""Drafts that all our engines serve: target, algorithm, options."""
+
+
+@pytest.fixture(params=MADE)
+def made(request: pytest.FixtureRequest) -> dict[str, Any]:
+    target, algorithm, options = MADE[request.param]
+    with torch.device("meta"):
+        config = auto_draft(target, algorithm, **options).config
+    return {**config.to_dict(), "speculators_model_type": None, "ptd_token_id": None}
+
+
+class OneEngine(EngineTests):
+    """An engine, stated as a class attribute."""
+
+    cls: Any
+
+    @pytest.fixture
+    def engine(self) -> Any:
+        return self.cls
+
+    @pytest.fixture
+    def served(self, made: dict[str, Any]) -> dict[str, Any]:
+        return made
+
+
+class TestVLLM(OneEngine):
+    cls = VLLM
+
+
+class TestSGLang(OneEngine):
+    cls = SGLang
+
+
+class TestTransformers(OneEngine):
+    cls = Transformers

@@ -9,9 +9,11 @@ import torch
 from tiny import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from foredraft import AlgorithmBase, Conversations, DraftCollator, ForedraftError, pack
+from foredraft import Conversations, DraftCollator, ForedraftError, pack
+from foredraft.contracts import Frozen
 from foredraft.data import Conversation, Rendered, Renderer, Unusable, render, with_template
 from foredraft.data.collate import positions_within, seed_of
+from foredraft.testing.passes import Probe
 
 Messages = list[dict[str, Any]]
 THREE = [chat(f"question {i}", f"answer {i}") for i in range(3)]
@@ -275,10 +277,11 @@ class TestPack:
             pack(Conversations([messages] * 2, "here"), tiny_tokenizer(), 48)
 
 
-class Drawing(AlgorithmBase):
+class Drawing(Probe):
     """Plans nothing but a random number per row."""
 
     name = "drawing"
+    Options = Frozen
 
     def plan(self, batch: Any, generators: Any) -> dict[str, Any]:
         return {"drawn": torch.cat([torch.rand(3, generator=g) for g in generators])}

@@ -286,6 +286,7 @@ class TestSampling:
             logits_LV = sampled_pair()[0](ids[None]).logits[0].float()
         return LogitsProcessorList(processors)(ids[None].expand(len(ids), -1), logits_LV).softmax(-1)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("name", "samples"), [("top k", 1500)])
     def test_joint_distribution(self, name: str, samples: int) -> None:
         """The second and third token, drafted together: χ² against the exact probabilities."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from foredraft import DraftCollator, ForedraftError, Target, auto_draft, evaluate, generate, save_draft
+from foredraft import DraftCollator, ForedraftError, auto_draft, evaluate, generate, save_draft
 from foredraft.decoding import DraftingStats
 from foredraft.draft.attention import Masked
 from foredraft.draft.attention.unrolled import unrolled_eager
@@ -154,80 +154,6 @@ class TestMask:
         out = Masked(self.mask_of(batch, 5), rows_BQ, backend).attend(q, [k], [v], 0.3)
         wide_k, wide_v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
         assert_close(out, unrolled_eager(q, [wide_k], [wide_v], mask_BQK[:, None, chosen], 0.3), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_drafter_equals_training_at_every_slot(layers: int) -> None:
-    """Packed and padded training against a drafter that walks each document, three tokens at a time."""
-    draft = draft_of(layers).eval()
-    batch = tiny_batch(draft.algorithm, ROWS)
-    aux_BSA = tiny_signal(MODEL, draft, batch).aux_BSA
-    with torch.no_grad():
-        logits_NW = draft.compute_logits(draft.algorithm.states(draft, batch, aux_BSA).flatten(0, 1))[torch.cat(batch["queries"])]
-    trained = dict(zip(flat(slots_of(batch)), logits_NW, strict=True))
-    compared = 0
-    for b, number in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        own = batch["documents"][b] == number
-        known = start = int(own.nonzero()[0])
-        drafter = draft.algorithm.drafter(draft)
-        for a in [a for r, a, _ in slots_of(batch)[0] if r == b and own[a] and a > start][:: 2 + number]:
-            seen: list[Tensor] = []
-            limit = 1 + a % (BLOCK + 1)
-            with torch.no_grad():
-                ids, fresh = batch["input_ids"][b, start : a + 1], aux_BSA[b : b + 1, known:a]
-                tokens, _ = drafter.propose(ids, fresh, limit, lambda z, so_far, seen=seen: (seen.append(z), None))
-            known = a
-            assert len(tokens) == len(seen) == min(limit, BLOCK - 1)  # never more than a block holds
-            for j, logits_W in enumerate(seen, 1):
-                if (b, a, j) in trained:
-                    assert_close(logits_W, trained[b, a, j], rtol=1e-3, atol=1e-4)
-                    compared += 1
-    assert compared >= 10
-
-
-class TestNothingLeaks:
-    """A slot depends on the features before its anchor, in its document, and on the anchor's token. Two layers."""
-
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def case() -> tuple[Any, dict[str, Any], Tensor, list[tuple[int, int, int]], Tensor]:
-        draft = draft_of(2)
-        batch = tiny_batch(draft.algorithm, ROWS)
-        aux_BSA = tiny_signal(MODEL, draft, batch).aux_BSA
-        return draft, batch, aux_BSA, flat(slots_of(batch)), torch.cat(batch["queries"])
-
-    def changed(self, case: Any, ids_BS: Tensor, aux_BSA: Tensor) -> list[tuple[int, int, int]]:
-        draft, batch, known_aux_BSA, slots, queries = case
-        with torch.no_grad():
-            before = draft.algorithm.states(draft, batch, known_aux_BSA).flatten(0, 1)[queries]
-            after = draft.algorithm.states(draft, {**batch, "input_ids": ids_BS}, aux_BSA).flatten(0, 1)[queries]
-        difference = (after - before).abs().amax(-1)
-        assert ((difference < 1e-5) | (difference > 1e-4)).all()
-        return [e for e, d in zip(slots, difference.tolist(), strict=True) if d > 1e-4]
-
-    def test_perturbed_inputs(self, case: Any) -> None:
-        _, batch, aux_BSA, slots, _ = case
-        torch.manual_seed(0)
-        for b in range(2):
-            for at in range(batch["input_ids"].shape[1]):
-                ids_BS, features_BSA = batch["input_ids"].clone(), aux_BSA.clone()
-                ids_BS[b, at] = (ids_BS[b, at] + 17) % 49
-                assert self.changed(case, ids_BS, aux_BSA) == [s for s in slots if s[:2] == (b, at)]
-                features_BSA[b, at] += 5 * torch.randn(features_BSA.shape[-1])
-                documents = batch["documents"][b]
-                expected = [s for s in slots if s[0] == b and s[1] > at and documents[s[1]] == documents[at]]
-                assert self.changed(case, batch["input_ids"], features_BSA) == expected
-
-    def test_gradients(self, case: Any) -> None:
-        draft, batch, aux_BSA, slots, queries = case
-        aux_BSA = aux_BSA.clone().requires_grad_()
-        states_ND = draft.algorithm.states(draft, batch, aux_BSA).flatten(0, 1)[queries]
-        index = torch.arange(aux_BSA.shape[1])
-        for state_D, (b, a, _) in zip(states_ND, slots, strict=True):
-            (gradient,) = torch.autograd.grad(state_D.sum(), aux_BSA, retain_graph=True)
-            expected = torch.zeros(aux_BSA.shape[:2], dtype=torch.bool)
-            expected[b] = (index < a) & (batch["documents"][b] == batch["documents"][b, a])
-            assert torch.equal(gradient.abs().amax(-1) > 0, expected)
 
 
 class TestLoss:
@@ -380,14 +306,6 @@ class TestTraining:
         trained = self.train(rows, tmp_path / "on", loaded).model
         assert torch.equal(trained.lm_head.weight, self.TARGET.get_output_embeddings().weight)
 
-    def test_accumulated_micro_batches(self, rows: Any, tmp_path: Path) -> None:
-        """Two micro-batches of different counts give the step of one batch: the denominators are common ones."""
-        sgd = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "max_steps": 1}
-        ragged = [{**row, "spans": [s if i < 3 + 2 * n else -1 for i, s in enumerate(row["spans"])]} for n, row in enumerate(rows[:4])]
-        together = self.train(ragged, tmp_path / "a", **sgd, per_device_train_batch_size=4).model
-        apart = self.train(ragged, tmp_path / "b", **sgd, per_device_train_batch_size=2, gradient_accumulation_steps=2).model
-        assert_close(apart.state_dict(), together.state_dict(), rtol=1e-4, atol=1e-6)
-
     def test_cached_target(self, rows: Any, tmp_path: Path) -> None:
         """The second run reads all from disk, and is the same."""
         plain = self.train(rows, tmp_path / "plain").model.state_dict()
@@ -397,15 +315,6 @@ class TestTraining:
             cached = self.train(rows, tmp_path / run, target=target).model.state_dict()
             assert_close(cached, plain, rtol=1e-4, atol=1e-5)
         assert len(list((tmp_path / "cache").iterdir())) == len(rows)
-
-    def test_mixed_rows_without_a_span(self, tmp_path: Path) -> None:
-        """A step whose rows train nothing leaves the weights finite, and all parameters take part in it."""
-        draft = self.draft()
-        batch = tiny_batch(draft.algorithm, tiny_rows([["uuuu"], ["uuau"]]))
-        out = draft(batch, Target(self.TARGET, draft.config.aux_layers).capture(batch), batch["counts"])
-        out["loss"].backward()
-        assert float(out["loss"].detach()) == 0
-        assert not [n for n, g in gradients(draft).items() if not bool((g == 0).all())]
 
 
 def test_blocks_are_one_forward_each_and_lossless(tmp_path: Path) -> None:

@@ -61,7 +61,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(page: str, here: Path) -> None:
-    """Files are written, Python runs in one namespace, commands of ours run in process."""
+    """Files are written, Python runs in one namespace, commands of ours run in process; suites are among the slow."""
+    read(page, here, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if "\npytest " in (DOCS / page).read_text()])
+def test_page_with_its_suite(page: str, here: Path) -> None:
+    read(page, here, suites := [])
+    assert suites
+    for line in suites:
+        subprocess.run([sys.executable, "-m", *shlex.split(line), "-q", "-p", "no:cacheprovider"], check=True)
+
+
+def read(page: str, here: Path, suites: list[str]) -> None:
+    """As a reader does; `suites` gets the lines that run pytest."""
     names: dict[str, Any] = {}
     for language, title, text in BLOCK.findall((DOCS / page).read_text()):
         assert language in SHOWN | {"python", "sh"}, f"a block of '{language}' needs a test of its own"
@@ -72,17 +86,17 @@ def test_page(page: str, here: Path) -> None:
             exec(compile(text, page, "exec"), names)
         elif language == "sh":
             for line in text.replace("\\\n", " ").splitlines():
-                run(line.split(" #")[0].strip())
+                run(line.split(" #")[0].strip(), suites)
 
 
-def run(line: str) -> None:
+def run(line: str, suites: list[str]) -> None:
     """A line of a shell block."""
     covered = [file for command, file in ELSEWHERE.items() if line.startswith(command)]
     if not line or covered:
         assert all((Path(__file__).parent / file).exists() for file in covered)
         return
     if line.startswith("pytest "):
-        subprocess.run([sys.executable, "-m", *shlex.split(line), "-q", "-p", "no:cacheprovider"], check=True)
+        suites.append(line)
         return
     assert line.startswith("foredraft "), f"who runs '{line}'?"
     arguments = shlex.split(line)[1:]

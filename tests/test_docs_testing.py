@@ -1,10 +1,9 @@
 """The suites shown in docs/testing.md pass under pytest; test_docs.py runs the other blocks."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
 
 PAGE = (Path(__file__).parents[1] / "docs/testing.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, flags=re.S)
@@ -14,19 +13,13 @@ def test_all_blocks_are_known() -> None:
     assert [language for language, _ in BLOCKS] == ["sh", "python", "python"]
 
 
-def test_suites(tmp_path: Path) -> None:
-    """Both suites of the page pass."""
-    for i, (_, block) in enumerate(BLOCKS[1:]):
-        (tmp_path / f"test_{i}.py").write_text(block)
-        assert len([line for line in block.splitlines() if line.strip()]) <= 25
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    passed = re.search(r"^(\d+) passed", done.stdout.splitlines()[-1])
-    assert passed is not None, done.stdout
-    assert int(passed[1]) > 70
+@pytest.mark.parametrize("checks", ["registers or contract or packing", pytest.param("test", marks=pytest.mark.slow)])
+def test_suites(pytester: pytest.Pytester, checks: str) -> None:
+    """All suites of the page pass; in every run a few checks of each, which test_conformance.py makes of the same classes."""
+    suites = [block for language, block in BLOCKS if language == "python"]
+    assert all(len([line for line in block.splitlines() if line.strip()]) <= 25 for block in suites)
+    pytester.makepyfile(**{f"test_{i}": block for i, block in enumerate(suites)})
+    done = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", checks)
+    outcomes = done.parseoutcomes()
+    assert not {"failed", "errors", "error"} & outcomes.keys(), str(done.stdout)
+    assert outcomes["passed"] >= (70 if checks == "test" else len(suites))

@@ -1,64 +1,31 @@
 """The conformance kit catches broken plugins, each with a message that names the cause; it lets sound ones pass in test_conformance.py."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny import tiny_config
 from torch import Tensor, nn
+from transformers import ArceeConfig
 
-from foredraft import DraftSpec, ForedraftError, Registry, hookimpl
+from foredraft import DraftSpec
 from foredraft.adapters.llama import LlamaDraft
 from foredraft.contracts.algorithm import Step
 from foredraft.contracts.draft import Layout
+from foredraft.contracts.engine import EngineBase, unknown_architecture
+from foredraft.contracts.finding import note
 from foredraft.contracts.options import Frozen
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft.attention import Causal, Full, GroupedQueryAttention, Unrolled
 from foredraft.plugins.eagle3 import Eagle3
-from foredraft.testing import AdapterTests, AlgorithmTests
+from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests
 from foredraft.testing.adapters import SPECS
 from foredraft.testing.case import Case
 from foredraft.testing.passes import Probe, build
-
-
-def point(load: Callable[[], Any], distribution: str = "some-package") -> SimpleNamespace:
-    return SimpleNamespace(name="mine", dist=SimpleNamespace(name=distribution), load=load)
-
-
-def offering(*algorithms: type) -> SimpleNamespace:
-    @hookimpl
-    def foredraft_algorithms() -> list[type]:
-        return list(algorithms)
-
-    return SimpleNamespace(foredraft_algorithms=foredraft_algorithms)
-
-
-class TestRegistry:
-    """What cannot be used is told when plugins are looked for."""
-
-    def test_import_error(self) -> None:
-        def load() -> Any:
-            import no_such_module  # noqa: F401
-
-        (broken,) = Registry(entry_points=[point(load)]).broken
-        assert str(broken) == "mine (from some-package): ModuleNotFoundError: No module named 'no_such_module'"
-
-    def test_missing_method(self) -> None:
-        broken = type("Mine", (Eagle3,), {"name": "mine", "drafter": Eagle3.__base__.drafter})
-        (told,) = Registry(entry_points=[point(lambda: offering(broken))]).broken
-        assert str(told) == "mine (from some-package): TypeError: algorithm Mine needs\n    def drafter(self, draft) -> Drafter"
-
-    def test_duplicate_name(self) -> None:
-        registry = Registry(entry_points=[point(lambda: offering(Eagle3)), point(lambda: offering(Eagle3), "other-package")])
-        with pytest.raises(ForedraftError, match="'eagle3' is claimed twice: by 'eagle3' of some-package and 'eagle3' of other-package"):
-            registry.algorithm("eagle3")
 
 
 class CannotSee(GroupedQueryAttention):
@@ -118,6 +85,11 @@ def initialising_anew(cls: Any, *arguments: Any, **settings: Any) -> Any:
     return draft, info
 
 
+class TwiceAsMuch(LlamaDraft.mlp_class):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class CarelessConfig(LlamaDraft.config_class):
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "target_hidden_size": None, "num_hidden_layers": 8}
@@ -173,6 +145,11 @@ ADAPTERS = {
     ),
     "unknown names": ({"__init__": with_extra}, "test_names_on_disk", "they would ignore extra.bias, extra.weight and miss nothing"),
     "mixed dtypes": ({"_apply": with_half_norm}, "test_dtypes", r"these still have another dtype: norm.weight \(torch.float32\)"),
+    "another feed-forward": (
+        {"mlp_class": TwiceAsMuch},
+        "test_a_fresh_draft_is_the_targets_last_layer",
+        r"a fresh draft gives logits that differ by .*%: do activation, norms, rotary embedding, scales",
+    ),
     "trained embedding": (
         {"start_from": lambda self, target: (LlamaDraft.start_from(self, target), self.embed_tokens.requires_grad_(True))},
         "test_starts_from_the_target",
@@ -184,7 +161,10 @@ ADAPTERS = {
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_broken_adapters(case: str, tmp_path: Path) -> None:
     fields, check, message = ADAPTERS[case]
-    draft = build(type("Broken", (LlamaDraft,), {"name": "broken", **fields}), tiny_config(), Probe(draft=SPECS["fuse"]))
+    broken = type("Broken", (LlamaDraft,), {"name": "broken", **fields})
+    arguments = (build(broken, tiny_config(), Probe(draft=SPECS["fuse"])),)
+    if check == "test_a_fresh_draft_is_the_targets_last_layer":
+        arguments = (broken, tiny_config())
     extra = {
         "test_save_and_load": {"tmp_path": tmp_path},
         "test_config_on_disk": {"tmp_path": tmp_path},
@@ -193,7 +173,14 @@ def test_broken_adapters(case: str, tmp_path: Path) -> None:
         "test_starts_from_the_target": {"target_config": tiny_config()},
     }.get(check, {})
     with pytest.raises(AssertionError, match=message):
-        getattr(AdapterTests(), check)(draft, **extra)
+        getattr(AdapterTests(), check)(*arguments, **extra)
+
+
+def test_layers_that_are_not_the_familys() -> None:
+    """Of Arcee's feed-forward, which has no gate, not all can be the target's."""
+    config = ArceeConfig(**{**tiny_config().to_dict(), "model_type": "arcee"})
+    with pytest.raises(pytest.skip.Exception, match=r"do not share mlp.gate_proj.weight: the draft's layers"):
+        AdapterTests().test_a_fresh_draft_is_the_targets_last_layer(LlamaDraft, config)
 
 
 def test_an_adapter_that_is_not_found() -> None:
@@ -343,6 +330,60 @@ def test_broken_algorithms(case: str) -> None:
         getattr(AlgorithmTests(), check)(*arguments, **extra)
 
 
+class Server(EngineBase):
+    """Serves drafts of one architecture: what the broken ones below start from."""
+
+    name = "server"
+    summary = "a server"
+
+    def refuses(self, config: Any) -> str | None:
+        return unknown_architecture(config, ("MyDraft",))
+
+    def arguments(self, config: Any, draft: str, target: str, num_tokens: int) -> list[str]:
+        return ["serve", target, "--draft", draft, "--width", str(config["hidden_size"]), "--tokens", str(num_tokens)]
+
+
+def saying(found: Any) -> dict[str, Any]:
+    return {"findings": lambda self, files: super(Server, self).findings(files) or [found]}
+
+
+ENGINES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no summary": ({"summary": ""}, "test_registers", "Broken needs a `summary`"),
+    "refuses what it serves": ({"refuses": lambda self, config: "I do not know"}, "test_serves", "said to serve: it must give None"),
+    "serves anything": (
+        {"refuses": lambda self, config: None},
+        "test_refuses_with_a_reason",
+        "a command for a draft that the engine cannot",
+    ),
+    "no reason": ({"refuses": lambda self, config: "no"}, "test_refuses_with_a_reason", "gives 'no': say what was found"),
+    "silent in doctor": ({"findings": lambda self, files: []}, "test_refuses_with_a_reason", "does not say why the draft is refused"),
+    "one text": ({"arguments": lambda self, *asked: "serve"}, "test_arguments", "gives str: it must be a list"),
+    "a number": ({"arguments": lambda self, c, d, t, n: ["serve", t, d, n]}, "test_arguments", r"gives \[3\]: every one must be a text"),
+    "as many as ever": (
+        {"arguments": lambda self, c, d, t, n: ["serve", t, d]},
+        "test_arguments",
+        "the command for 5 tokens is that for 3",
+    ),
+    "cut at spaces": (
+        {"arguments": lambda self, c, d, t, n: ["serve", *t.split(), d]},
+        "test_arguments",
+        "no argument holds 'my targets/two'",
+    ),
+    "trusting": ({}, "test_odd_configs", "hidden_size = 'nothing' raises KeyError: 'hidden_size'. Check types before use"),
+    "another's finding": (saying(note("vllm-x", "a", "b", "c")), "test_findings", "'vllm-x' must be called 'broken-...'"),
+    "half a finding": (saying(note("broken-x", "a", "b", "")), "test_findings", "'broken-x' does not say mend"),
+}
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_broken_engines(case: str) -> None:
+    fields, check, message = ENGINES[case]
+    broken, served = type("Broken", (Server,), {"name": "broken", **fields}), {"architectures": ["MyDraft"], "hidden_size": 8}
+    arguments: dict[str, Any] = {"test_registers": {}, "test_refuses_with_a_reason": {"config": {}}}.get(check, {"served": served})
+    with pytest.raises(AssertionError, match=message):
+        getattr(EngineTests(), check)(broken, **arguments)
+
+
 def test_failures_are_declared_by_name() -> None:
     with pytest.raises(TypeError, match="names 'test_paking', which is no test; did you mean 'test_packing'"):
         type("TestMine", (AlgorithmTests,), {"expected_failures": {"test_paking": "typo"}})
@@ -365,17 +406,12 @@ class TestDeclared(AlgorithmTests):
 """
 
 
-def test_fixtures_and_declared_failures(tmp_path: Path) -> None:
+def test_fixtures_and_declared_failures(pytester: pytest.Pytester) -> None:
     """As pytest reports them."""
-    (tmp_path / "test_mine.py").write_text(SUITES)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rxf", "-p", "no:cacheprovider", "-k", "contract or half", "test_mine.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "TestNothing must supply the algorithm under test, a class:" in done.stdout
-    assert "XFAIL test_mine.py::TestDeclared::test_contract - it has no summary" in done.stdout
-    assert "[XPASS(strict)] wrongly declared" in done.stdout
-    assert re.search("1 failed, 1 passed, .*1 xfailed, 3 errors", done.stdout)
+    pytester.makepyfile(SUITES)
+    done = pytester.runpytest_inprocess("-rxf", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "contract or half")
+    shown = str(done.stdout)
+    assert "TestNothing must supply the algorithm under test, a class:" in shown
+    assert re.search("XFAIL .*::TestDeclared::test_contract - it has no summary", shown)
+    assert "[XPASS(strict)] wrongly declared" in shown
+    done.assert_outcomes(failed=1, passed=1, xfailed=1, errors=3)

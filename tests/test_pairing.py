@@ -3,6 +3,7 @@
 import copy
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_a_run_goes_on_with_the_target_it_began_with(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
 def test_a_command_is_for_a_target_that_fits(engine: str, tmp_path: Path) -> None:
-    path, serve = save_draft(start(tiny_target()), tmp_path / "draft"), default_registry().engine(engine)().command
+    path, serve = save_draft(start(tiny_target()), tmp_path / "draft"), partial(serve_command, default_registry().engine(engine)())
     tiny_target(hidden=64).save_pretrained(tmp_path / "wide")
     with pytest.raises(ForedraftError, match=r"(?s)another target.*hidden_size: the draft expects 32, the target has 64"):
         serve(path, str(tmp_path / "wide"))
@@ -121,7 +122,7 @@ class TestWhatADraftDecodes:
         """Engines, exports, `generate` and `evaluate` alike."""
         model = tiny_target()
         path = save_draft(start(model, algorithm, **options), tmp_path / "draft")
-        draft, serve = auto_draft(path), default_registry().engine("hf")().command
+        draft, serve = auto_draft(path), partial(serve_command, default_registry().engine("hf")())
         model.save_pretrained(tmp_path / "target")
         assert draft.algorithm.max_tokens == most
         assert f"--num-draft-tokens {most or 4} " in serve(path, str(tmp_path / "target"))

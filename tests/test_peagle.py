@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigged import letter_tokenizer, predictable_target, trainer_of, written_rows
-from tiny import Document, gradients, tiny_batch, tiny_document, tiny_draft, tiny_rows, tiny_signal, tiny_target
-from torch import Generator, Tensor
+from tiny import Document, tiny_batch, tiny_document, tiny_draft, tiny_rows, tiny_signal, tiny_target
+from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft import DraftCollator, ForedraftError, Target, auto_draft, evaluate, generate, save_draft
@@ -55,10 +55,6 @@ def elements_of(batch: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
         at = batch["supervised"][rows, columns]
         found.append(list(zip(rows.tolist(), batch["anchors"][rows, at].tolist(), batch["depths"][rows, at].tolist(), strict=True)))
     return found
-
-
-def flat(nested: list[list[Any]]) -> list[Any]:
-    return [item for inner in nested for item in inner]
 
 
 def drawn_of(batch: dict[str, Any]) -> list[list[list[int]]]:
@@ -181,38 +177,6 @@ class TestMask:
 
 
 class TestTrainingIsServing:
-    @pytest.mark.parametrize("stride", [1, 3])
-    @pytest.mark.parametrize(("layers", "options"), [(1, {}), (2, {"fc_norm": True, "draft_vocab_size": 30}), (3, {"qk_norm": True})])
-    def test_drafter_equals_training_at_every_depth(self, layers: int, options: dict[str, Any], stride: int) -> None:
-        """Packed and padded training against a drafter that walks each document, accepting `stride` tokens at a time."""
-        draft = draft_of(layers, ratio=1.0, **options).eval()
-        rows = tiny_rows([["uuaaaaaaaaaauaaaaaaa", "uaaaaaaaaa"], ["aaaaaaaaauubb"]])
-        batch = tiny_batch(draft.algorithm, rows)
-        aux_BSA = tiny_signal(MODEL, draft, batch).aux_BSA
-        with torch.no_grad():
-            logits_NW = draft.compute_logits(draft.algorithm.states(draft, batch, aux_BSA).flatten(0, 1))[torch.cat(batch["queries"])]
-        trained = dict(zip(flat(elements_of(batch)), logits_NW, strict=True))
-        assert sorted(trained) == sorted((b, a, d) for b, row in enumerate(rows) for d in range(DEPTHS) for a in reachable(row, d))
-        compared, limit = dict.fromkeys(range(DEPTHS), 0), 0
-        for b, number in ((0, 0), (0, 1), (1, 0)):
-            own = batch["documents"][b] == number
-            known = start = int(own.nonzero()[0])
-            drafter = draft.algorithm.drafter(draft)
-            for a in [a for a in drawn_of(batch)[b][0] if own[a]][::stride]:
-                limit = limit % (DEPTHS + 2) + 1
-                seen: list[Tensor] = []
-                ids, fresh = batch["input_ids"][b, start : a + 2], aux_BSA[b : b + 1, known : a + 1]
-                with torch.no_grad():
-                    tokens, _ = drafter.propose(ids, fresh, limit, lambda z, so_far, seen=seen: (seen.append(z), None))
-                known = a + 1
-                assert len(tokens) == len(seen) == min(limit, DEPTHS)  # never deeper than trained
-                assert len(drafter.cache) == known - start + len(seen) - 1
-                for d, logits_W in enumerate(seen):
-                    if (b, a, d) in trained:
-                        assert_close(logits_W, trained[b, a, d], rtol=1e-3, atol=1e-4)
-                        compared[d] += 1
-        assert all(n >= 2 for n in compared.values())
-
     def test_a_whole_chain_is_one_forward(self) -> None:
         draft = draft_of().eval()
         positions: list[list[int]] = []
@@ -229,80 +193,6 @@ class TestTrainingIsServing:
         choose = lambda z, so_far: (7, z) if len(so_far) < 2 else None  # noqa: E731
         tokens, scores = drafter.propose(torch.tensor([1, 2, 3]), aux, 4, choose)
         assert (tokens, len(scores)) == ([7, 7], 2)
-
-
-class TestNothingLeaks:
-    """Which inputs an element depends on: its own document, features up to its anchor, tokens up to one more. Two layers."""
-
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def case() -> tuple[Any, dict[str, Any], Tensor, list[tuple[int, int, int]], Tensor]:
-        draft = draft_of(2)
-        batch = tiny_batch(draft.algorithm, packed_rows(length=26))
-        aux_BSA = tiny_signal(MODEL, draft, batch).aux_BSA
-        return draft, batch, aux_BSA, flat(elements_of(batch)), torch.cat(batch["queries"])
-
-    def changed(self, case: Any, ids_BS: Tensor, aux_BSA: Tensor) -> list[tuple[int, int, int]]:
-        draft, batch, known_aux_BSA, elements, queries = case
-        with torch.no_grad():
-            before = draft.algorithm.states(draft, batch, known_aux_BSA).flatten(0, 1)[queries]
-            after = draft.algorithm.states(draft, {**batch, "input_ids": ids_BS}, aux_BSA).flatten(0, 1)[queries]
-        difference = (after - before).abs().amax(-1)
-        assert ((difference < 1e-5) | (difference > 1e-4)).all()
-        return [e for e, d in zip(elements, difference.tolist(), strict=True) if d > 1e-4]
-
-    @pytest.mark.parametrize("what", ["tokens", "features"])
-    def test_perturbed_inputs(self, case: Any, what: str) -> None:
-        _, batch, aux_BSA, elements, _ = case
-        depths = {d for _, _, d in elements}
-        assert depths == set(range(DEPTHS))
-        for b in range(2):
-            for at in range(26):
-                ids_BS, features_BSA = batch["input_ids"].clone(), aux_BSA.clone()
-                if what == "tokens":
-                    ids_BS[b, at] = (ids_BS[b, at] + 17) % 49
-                else:
-                    features_BSA[b, at] += 5 * torch.randn(features_BSA.shape[-1], generator=Generator().manual_seed(at))
-                documents = batch["documents"][b]
-                starts = at == 0 or documents[at] != documents[at - 1]
-                if what == "tokens" and starts:  # the slot before it is the previous document's: nothing reads x_0
-                    expected = []
-                else:
-                    reach = at - 1 if what == "tokens" else at
-                    expected = [e for e in elements if e[0] == b and e[1] >= reach and documents[e[1]] == documents[at]]
-                assert self.changed(case, ids_BS, features_BSA) == expected
-
-    def test_gradients(self, case: Any) -> None:
-        draft, batch, aux_BSA, elements, queries = case
-        aux_BSA = aux_BSA.clone().requires_grad_()
-        states_ND = draft.algorithm.states(draft, batch, aux_BSA).flatten(0, 1)[queries]
-        index = torch.arange(aux_BSA.shape[1])
-        for state_D, (b, a, _) in zip(states_ND, elements, strict=True):
-            (gradient,) = torch.autograd.grad(state_D.sum(), aux_BSA, retain_graph=True)
-            expected = torch.zeros(aux_BSA.shape[:2], dtype=torch.bool)
-            expected[b] = (index <= a) & (batch["documents"][b] == batch["documents"][b, a])
-            assert torch.equal(gradient.abs().amax(-1) > 0, expected)
-
-    def test_separate_documents_with_the_same_anchors(self) -> None:
-        """A row each, ragged no more, gives the loss, metrics and gradients of the packed rows."""
-        draft = draft_of(2, draft_vocab_size=30)
-        packed = tiny_batch(draft.algorithm, packed_rows(length=37))
-        order = [(b, number, i) for b, row in enumerate(PACKED) for number, i in enumerate(row)]
-        apart = tiny_batch(draft.algorithm, packed_rows([[i] for _, _, i in order]))
-        drawn = []
-        for b, number, _ in order:
-            own = packed["documents"][b] == number
-            first = int(own.nonzero()[0])
-            drawn.append([torch.tensor([a - first for a in depth if own[a]]).long() for depth in drawn_of(packed)[b]])
-        apart.update(draft.algorithm.arrange(apart, drawn))
-        assert torch.equal(apart["counts"], packed["counts"])
-        results = []
-        for batch in (packed, apart):
-            out = draft(batch, tiny_signal(MODEL, draft, batch), batch["counts"])
-            out["loss"].backward()
-            results.append((out["loss"].detach(), out["metrics"], gradients(draft)))
-        assert results[0][0] > 0
-        assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 class TestLoss:
@@ -328,67 +218,8 @@ class TestLoss:
         assert_close(out["metrics"]["count"], batch["counts"].float())
         assert_close(out["metrics"]["correct"], correct)
 
-    @pytest.mark.parametrize("layers", [1, 2])
-    def test_every_trainable_parameter_gets_a_gradient(self, layers: int) -> None:
-        draft = draft_of(layers, fc_norm=True, qk_norm=True, draft_vocab_size=30)
-        batch = tiny_batch(draft.algorithm, packed_rows())
-        draft(batch, tiny_signal(MODEL, draft, batch), batch["counts"])["loss"].backward()
-        found = gradients(draft)
-        assert "mask_hidden" in found
-        assert not [name for name, g in found.items() if not g.abs().sum() > 0]
-
-    def test_batches_divide_by_the_counts_of_all(self) -> None:
-        draft = draft_of(2)
-        rows = packed_rows()
-        together = tiny_batch(draft.algorithm, rows)
-        results = []
-        for batches in ([together], [tiny_batch(draft.algorithm, [row]) for row in rows]):
-            loss = torch.zeros(())
-            for batch in batches:
-                part = draft(batch, tiny_signal(MODEL, draft, batch), together["counts"])["loss"]
-                part.backward()
-                loss = loss + part.detach()
-            results.append((loss, gradients(draft)))
-        assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
-
-    def test_nothing_supervised(self) -> None:
-        """Zero, with a gradient for every parameter, as collectives need."""
-        draft = draft_of(2)
-        batch = tiny_batch(draft.algorithm, tiny_rows([["uuuuu"], ["uauua"]]))
-        assert batch["supervised"].shape == (2, 1)
-        out = draft(batch, tiny_signal(MODEL, draft, batch), batch["counts"])
-        out["loss"].backward()
-        assert out["loss"] == 0
-        assert out["metrics"]["count"].tolist() == [0] * DEPTHS
-        assert all(g.eq(0).all() for g in gradients(draft).values())
-
-    def test_half_precision(self) -> None:
-        draft = draft_of(2)
-        batch = tiny_batch(draft.algorithm, packed_rows())
-        signal = tiny_signal(MODEL, draft, batch)
-        expected = draft(batch, signal, batch["counts"])["loss"]
-        with torch.autocast("cpu", torch.bfloat16):
-            autocast = draft(batch, signal, batch["counts"])["loss"]
-        half = draft.to(torch.bfloat16)(batch, signal, batch["counts"])["loss"]
-        for loss in (autocast, half):
-            loss.backward()
-            assert_close(loss.float(), expected, rtol=3e-2, atol=3e-2)
-
 
 class TestFile:
-    def test_saved_and_loaded(self, tmp_path: Path) -> None:
-        draft = draft_of(2, draft_vocab_size=30)
-        path = save_draft(draft, tmp_path / "draft")
-        loaded = auto_draft(path)
-        for name, value in draft.state_dict().items():
-            assert torch.equal(value, loaded.state_dict()[name]), name
-        assert loaded.mask_hidden.shape == (1, 1, 3 * 32)
-        assert loaded.algorithm.options == draft.algorithm.options
-        batch = tiny_batch(draft.algorithm, packed_rows())
-        aux_BSA = tiny_signal(MODEL, draft, batch).aux_BSA
-        ours, theirs = (d.algorithm.states(d, batch, aux_BSA) for d in (draft.eval(), loaded))
-        assert_close(theirs, ours, rtol=1e-5, atol=1e-4)
-
     def test_what_engines_read(self, tmp_path: Path) -> None:
         draft = draft_of(2, mask_token_id=31)
         fields = json.loads((save_draft(draft, tmp_path / "draft") / "config.json").read_text())
@@ -445,22 +276,6 @@ class TestTraining:
             assert logs[-1][f"accuracy_{d}"] > 0.3 + logs[0][f"accuracy_{d}"]
         assert not torch.equal(trainer.model.mask_hidden, before)
 
-    def test_accumulation_equals_one_large_batch(self, tmp_path: Path) -> None:
-        """Rows with few, many and no supervised slots: means of micro-batches would weigh them equally."""
-        rows = tiny_rows([["uuaaaaaaaaaaaa"], ["uaaa"], ["uuuuuu"], ["uaauaaaauaaaaaaa"]])
-        fields = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
-        trainers = []
-        for name, size in (("together", 4), ("apart", 1)):
-            draft = tiny_draft(PREDICTABLE, "peagle", num_layers=2, num_depths=3)
-            sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
-            trainers.append(trainer_of(draft, PREDICTABLE, tmp_path / name, rows, **sizes, **fields))
-            trainers[-1].train()
-        together, apart = (dict(t.model.named_parameters()) for t in trainers)
-        assert_close(apart, together, rtol=1e-4, atol=1e-5)
-        losses = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in trainers]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-        assert losses[0][0] != losses[0][-1]
-
     def test_a_cached_target_serves_every_epochs_draw(self, tmp_path: Path) -> None:
         draft = draft_of(1)
         cached, fresh = CachedTarget(MODEL, draft.config.aux_layers, tmp_path), Target(MODEL, draft.config.aux_layers)
@@ -490,35 +305,6 @@ class TestDecoding:
                 assert ours == expected[: 2 + new]
         assert len(stats.accepted) == (k or 3)
         assert all(n > 0 for n in stats.accepted)
-
-    @pytest.mark.parametrize("size", [None, 20, 1])
-    def test_greedy_with_a_random_draft(self, size: int | None) -> None:
-        draft = draft_of(2, draft_vocab_size=size).eval()
-        torch.nn.init.normal_(draft.mask_hidden)
-        for i in range(3):
-            ids = torch.tensor([[7 + i, 8, 9]])
-            assert drafted(MODEL, draft, ids) == plain(MODEL, ids)
-
-    def test_samples_have_the_targets_distribution(self) -> None:
-        """F(token) under the target's exact distribution after its own prefix is uniform, token for token."""
-        torch.manual_seed(0)
-        target = tiny_target(layers=2, vocab=12, hidden=16, initializer_range=0.2, eos_token_id=None)
-        draft = tiny_draft(target, "peagle", aux_layers=(1,), num_aux=1, num_layers=1, num_depths=3, draft_vocab_size=8).eval()
-        stats, values = DraftingStats(), []
-        # Tokens that the draft can name stand last, so that a preference for them shows.
-        order = torch.isin(torch.arange(12), draft.draft_ids).long().argsort(stable=True)
-        for _ in range(12):
-            kwargs = {"do_sample": True, "top_k": 0, "max_new_tokens": 40, "num_draft_tokens": 3, "stats": stats}
-            ids = torch.tensor(drafted(target, draft, torch.tensor([[3, 4, 5]]), **kwargs))
-            with torch.no_grad():
-                p_LV = target(ids[None]).logits[0, 2:-1].softmax(-1)[:, order]
-            at = (order == ids[3:, None]).long().argmax(-1, keepdim=True)
-            values.append((p_LV.cumsum(-1).gather(1, at) - p_LV.gather(1, at) * torch.rand(len(at), 1)).flatten())
-        counts = torch.histc(torch.cat(values), 12, 0, 1)
-        assert counts.sum() == 480
-        assert 0.2 < stats.acceptance[0] < 0.95
-        assert stats.accepted[2] > 0
-        assert ((counts - 40) ** 2 / 40).sum() < 31.3  # χ² on 11 degrees of freedom, p = 0.001
 
     def test_evaluate(self, run: Any) -> None:
         prompts = [[{"role": "user", "content": text}] for text in ("ho", "CJQbi")]

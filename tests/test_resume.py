@@ -1,5 +1,6 @@
 """What outlives a training: checkpoints that resume under every adapter and RoPE, and after a signal."""
 
+import itertools
 import shutil
 import signal
 import subprocess
@@ -65,7 +66,19 @@ def test_every_adapter_is_tried() -> None:
     assert {r.name for r in default_registry().registered if r.kind == "adapter" and r.distribution == "foredraft"} == set(TARGETS)
 
 
-@pytest.mark.parametrize(("adapter", "rope"), [(a, r) for a in TARGETS for r in ROPES if a != "phi3" or r == "longrope"])
+QUICK = {
+    *(("llama", "dynamic"), ("phi3", "longrope"), ("qwen3", "llama3"), ("generic", "linear")),
+    *(("deepseek_v3", "yarn"), ("deepseek_v3_moe", "yarn")),
+}
+"""Each adapter and each RoPE in every run; all pairs of them among the slow."""
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+    for pair in itertools.product(TARGETS, ROPES)
+    if pair[0] != "phi3" or pair[1] == "longrope"
+]
+
+
+@pytest.mark.parametrize(("adapter", "rope"), PAIRS)
 def test_resumes(tmp_path: Path, adapter: str, rope: str) -> None:
     """Two steps in one go, or one and, from its checkpoint into other weights, another: the same draft, bit for bit."""
     family, fields = TARGETS[adapter]
@@ -116,7 +129,7 @@ def test_a_signal_ends_the_training_after_its_step(tmp_path: Path) -> None:
     assert not [name for name in whole if not torch.equal(whole[name], resumed[name]) or not torch.equal(whole[name], again[name])]
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_signals_to_a_process(tmp_path: Path, times: int) -> None:
     """One ends with a checkpoint, two at once."""
     script = Path(__file__).parent / "train_until_signal.py"

@@ -80,14 +80,14 @@ def test_foredraft_is_the_wheel(stranger: Stranger) -> None:
     assert where.startswith(str(stranger.home / "venv"))
 
 
-def test_their_suites_pass(stranger: Stranger) -> None:
-    """As they were written, against the installed packages."""
-    out = stranger.run(
-        "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *(f"{p}/tests" for p in PACKAGES)
-    )
+@pytest.mark.parametrize("checks", ["registers or contract or packing", pytest.param("test", marks=pytest.mark.slow)])
+def test_their_suites_pass(stranger: Stranger, checks: str) -> None:
+    """As they were written, against the installed packages; in every run a few checks of each."""
+    suites = [f"{package}/tests" for package in PACKAGES]
+    out = stranger.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", checks, *suites)
     passed = re.search(r"(\d+) passed", out)
     assert passed is not None
-    assert int(passed[1]) > 70, out
+    assert int(passed[1]) >= (70 if checks == "test" else len(PACKAGES)), out
 
 
 def test_train_decode_and_uninstall(stranger: Stranger) -> None:

@@ -1,11 +1,14 @@
-"""The conformance kit: test classes that the suite of an adapter or an algorithm subclasses. Needs pytest."""
+"""The conformance kit: test classes that the suite of an adapter, an algorithm or an engine subclasses. Needs pytest."""
 
 import pytest
 
 # Messages are written out; should one be forgotten, pytest still shows the values.
-pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in ("adapters", "algorithms", "case", "common", "disk", "passes")))
+pytest.register_assert_rewrite(
+    *(f"{__name__}.{module}" for module in ("adapters", "algorithms", "case", "common", "disk", "engines", "passes"))
+)
 
 from .adapters import AdapterTests  # noqa: E402
 from .algorithms import AlgorithmTests  # noqa: E402
+from .engines import EngineTests  # noqa: E402
 
-__all__ = ["AdapterTests", "AlgorithmTests"]
+__all__ = ["AdapterTests", "AlgorithmTests", "EngineTests"]

@@ -12,8 +12,8 @@ from ..draft.attention import Causal, Unrolled, UnrolledCache
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..files.ours import save_draft
-from ..registry import default_registry
-from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, registry_of
+from ..target.target import Target
+from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, registry_of, shipped
 from .disk import check_config, check_names, check_round_trip, names_on_disk
 from .passes import ASCENDING, DOCUMENTS, ONE, POSITIONS, Probe, build, chain, check_lossless, decode, everywhere, fused, inputs
 from .tiny import tiny_batch, tiny_model, tiny_rows, tiny_signal
@@ -59,17 +59,20 @@ class AdapterTests(Conformance):
             pytest.skip(str(error))
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """A case per spec, and one per algorithm installed."""
+        """A case per spec, and one per algorithm that foredraft brings: what else is installed fails in its own suite."""
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", list(self.specs))
         if "algorithm_name" in metafunc.fixturenames:
-            metafunc.parametrize("algorithm_name", sorted({r.name for r in default_registry().registered if r.kind == "algorithm"}))
+            metafunc.parametrize("algorithm_name", sorted(shipped().algorithms()))
 
     def test_registers(self, adapter: type[BaseDraft], target_config: Any) -> None:
-        """The registry takes it, and finds it for its targets."""
-        text = target_config.get_text_config()
+        """The registry takes it, and finds it for its targets; one that lists no model_type is asked for by name."""
+        text, registry = target_config.get_text_config(), registry_of(adapter, Probe)
+        if not adapter.model_types and not adapter.generic:
+            assert registry.adapter(adapter.name) is adapter
+            return
         try:
-            found = registry_of(adapter, Probe).adapter_for(text.model_type, target_config)
+            found = registry.adapter_for(text.model_type, target_config)
         except ForedraftError as error:
             raise AssertionError(f"{adapter.__name__} is not found for targets of model_type '{text.model_type}': {error}") from error
         assert found is adapter
@@ -220,10 +223,35 @@ class AdapterTests(Conformance):
         bad = [n for n, p in draft.named_parameters() if not bool(p.isfinite().all())]
         assert not bad, f"after start_from {', '.join(bad)} hold values that are not finite (never initialised?)"
 
+    @torch.no_grad()
+    def test_a_fresh_draft_is_the_targets_last_layer(self, adapter: type[BaseDraft], target_config: Any) -> None:
+        """Where its layers have the parameters of the target's: on that layer's own input, and no token, the target's own logits."""
+        model = tiny_model(target_config)
+        apart: list[list[str]] = []
+        for qk_norm in (False, True):
+            draft = build(adapter, target_config, Probe(draft={"qk_norm": qk_norm}))
+            before = {name: parameter.clone() for name, parameter in draft.layers[0].named_parameters()}
+            draft.start_from(model)
+            mine, theirs = dict(draft.layers[0].named_parameters()), draft.weights_of(Target(model, ()).layers[-1])
+            random = [name for name in mine if torch.equal(mine[name], before[name]) and not name.startswith("input_layernorm.")]
+            apart.append(sorted({*random, *(theirs.keys() - draft.layers[0].state_dict().keys())}))
+            if not apart[-1]:
+                break
+        else:
+            pytest.skip(f"draft and target do not share {', '.join(min(apart, key=len))}: the draft's layers are not the family's own")
+        out = model(ids := torch.arange(1, 10)[None], output_hidden_states=True)
+        context = out.hidden_states[-2]
+        hidden = draft.backbone(torch.zeros_like(context), context, Layout(torch.arange(ids.shape[1])[None], Causal()))
+        difference = gap(draft.compute_logits(hidden), out.logits)
+        assert difference < TOLERANCE, (
+            f"with all its weights from the target's last layer, on that layer's input, a fresh draft gives logits that differ by "
+            f"{difference:.1%}: do activation, norms, rotary embedding, scales and residuals do what the family's do?"
+        )
+
     def test_with_every_algorithm(self, adapter: type[BaseDraft], target_config: Any, algorithm_name: str) -> None:
-        """Whatever is installed trains on it, and decodes the target's own text."""
+        """Each of foredraft's own algorithms trains on it, and decodes the target's own text."""
         try:
-            draft = build(adapter, target_config, default_registry().algorithm(algorithm_name)())
+            draft = build(adapter, target_config, shipped().algorithm(algorithm_name)())
         except ForedraftError as error:
             pytest.skip(str(error))
         model = tiny_model(target_config)

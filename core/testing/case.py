@@ -14,9 +14,9 @@ from ..contracts.signal import Signal
 from ..data import DraftCollator
 from ..errors import ForedraftError
 from ..loss.cross_entropy import Labels, Teacher, cross_entropy
-from ..registry import default_registry
 from ..target.capture import AuxCapture
 from ..target.target import Target
+from .common import shipped
 from .passes import build
 from .tiny import tiny_config, tiny_model, tiny_rows
 
@@ -30,9 +30,9 @@ class Case:
 
     @classmethod
     def of(cls, algorithm: Any, options: Mapping[str, Any] = {}, target_config: Any = None, adapter: Any = None, **fields: Any) -> "Case":
-        """`target_config` is a tiny Llama by default, `adapter` the one installed for it; `fields` go to `make_config`."""
+        """`target_config` is a tiny Llama by default, `adapter` foredraft's own for it; `fields` go to `make_config`."""
         target_config = target_config or tiny_config()
-        adapter = adapter or default_registry().adapter_for(target_config.get_text_config().model_type, target_config)
+        adapter = adapter or shipped().adapter_for(target_config.get_text_config().model_type, target_config)
         draft = build(adapter, target_config, algorithm(**options), **fields)
         model = tiny_model(target_config)
         draft.take_head(model)

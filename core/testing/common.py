@@ -1,5 +1,7 @@
-"""What both suites share: declared failures, fixtures that must be supplied, random weights, and comparing."""
+"""What all suites share: declared failures, fixtures that must be supplied, random weights, and comparing."""
 
+from functools import cache
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -7,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..contracts.hookspecs import hookimpl
-from ..draft.model import BaseDraft
+from ..contracts.hookspecs import GROUP, hookimpl
+from ..contracts.plugin import Plugin
 from ..errors import nearest
-from ..registry import Registry
+from ..registry import KINDS, Registry
 
 TOLERANCE = 1e-4
 """What rounding may do in float32, relative to the largest value."""
@@ -45,21 +47,19 @@ def missing(suite: Any, fixture: str, what: str, example: str) -> NotImplemented
     )
 
 
-def registry_of(*classes: type) -> Registry:
-    """A registry that knows these adapters (subclasses of `BaseDraft`) and algorithms, and nothing else."""
+def registry_of(*classes: type[Plugin]) -> Registry:
+    """A registry that knows these plugins, and nothing else."""
     registry = Registry(entry_points=[])
-
-    @hookimpl
-    def foredraft_adapters() -> list[type]:
-        return [cls for cls in classes if issubclass(cls, BaseDraft)]
-
-    @hookimpl
-    def foredraft_algorithms() -> list[type]:
-        return [cls for cls in classes if not issubclass(cls, BaseDraft)]
-
-    hooks = {"foredraft_adapters": foredraft_adapters, "foredraft_algorithms": foredraft_algorithms}
+    offered = {f"foredraft_{kind}s": [cls for cls in classes if issubclass(cls, base)] for kind, base in KINDS.items()}
+    hooks = {name: hookimpl(lambda classes=classes: classes, specname=name) for name, classes in offered.items()}
     registry.register(SimpleNamespace(__name__="under test", **hooks))
     return registry
+
+
+@cache
+def shipped() -> Registry:
+    """What foredraft itself brings: the checks do not depend on what else is installed."""
+    return Registry(entry_points=[p for p in metadata.entry_points(group=GROUP) if p.dist is not None and p.dist.name == "foredraft"])
 
 
 @torch.no_grad()

@@ -65,6 +65,8 @@ def check_round_trip(draft: Any, registry: Registry, directory: Path) -> Any:
         again.embed_tokens.weight.data.copy_(draft.embed_tokens.weight)
         again.lm_head.weight.data.copy_(draft.lm_head.weight)
         again.complete = True
+    saved, read = draft.algorithm.options, again.algorithm.options
+    assert read == saved, f"the options were {saved}, and are {read} after saving and loading: make them of what JSON can hold"
     theirs = again.state_dict()
     changed = [name for name, tensor in draft.state_dict().items() if not torch.equal(tensor, theirs[name])]
     assert not changed, (
