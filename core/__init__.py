@@ -17,6 +17,7 @@ _EXPORTS = {
     "DraftSpec": ".contracts",
     "DraftTrainer": ".training",
     "DraftTrainingArguments": ".training",
+    "DrafterBase": ".contracts",
     "EngineBase": ".contracts",
     "ForedraftError": ".errors",
     "FormatBase": ".contracts",

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import AutoConfig, PretrainedConfig
 
-from .contracts.algorithm import AlgorithmBase
+from .contracts.algorithm import AlgorithmBase, DrafterBase
 from .contracts.config import DraftConfigMixin
 from .contracts.spec import DraftSpec
 from .draft.model import BaseDraft
@@ -61,11 +61,23 @@ def auto_draft(
 
 
 def make_algorithm(name: str, options: Mapping[str, Any], registry: Registry) -> AlgorithmBase:
-    """The algorithm `name` with its options checked. Raises `ForedraftError` that lists every wrong one."""
+    """The algorithm `name`, which has a draft model. Raises `ForedraftError` that lists every wrong option, and for one without weights."""
+    made = make_drafter(name, options, registry)
+    if not isinstance(made, AlgorithmBase):
+        raise ForedraftError(
+            f"algorithm '{name}' has no weights: there is no draft to build, train or export\n"
+            f"  run it: foredraft generate (or eval) --algorithm {name}; in Python, foredraft.generate(target, '{name}', ids)"
+        )
+    return made
+
+
+def make_drafter(name: str, options: Mapping[str, Any], registry: Registry) -> DrafterBase:
+    """The algorithm `name`, with weights or without, its options checked. Raises `ForedraftError` that lists every wrong one."""
     cls = registry.algorithm(name)
     try:
-        made = cls(cls.Options(**options))
-        _ = made.spec
+        made: DrafterBase = cls(cls.Options(**options))
+        if isinstance(made, AlgorithmBase):
+            _ = made.spec
         return made
     except ValidationError as error:
         raise ForedraftError(f"algorithm '{name}': " + describe_validation(error, cls.Options.model_fields)) from error

@@ -424,6 +424,32 @@ class TestDecode:
         assert "(chain of 2), accepted per position:" in out
         assert "tokens/s (torch.float32)" in out
 
+    def test_without_a_draft(self, command: Command, work: Path, tmp_path: Path) -> None:
+        """An algorithm without weights is run; whatever would need a draft says why there is none."""
+        target, prompts, lookup = ("--target", work / "target"), ("--prompts", work / "prompts.jsonl"), ("--algorithm", "prompt_lookup")
+        code, out, err = command("generate", "hello", "num_tokens=3", *target, *lookup, "--max-new-tokens", 12)
+        assert code == 0, err
+        assert "(chain of 3), accepted per position:" in out
+        code, out, err = command("eval", *target, *prompts, *lookup, "--max-new-tokens", 12)
+        assert code == 0, err
+        assert "prompt_lookup, chain, 10 drafted tokens" in out
+        assert "3/3" in out
+        assert "max_ngram" in command("info", "prompt_lookup")[1]
+        for arguments, expected in (
+            (("train", work / "run.yaml", "algorithm=prompt_lookup", "options={}"), "algorithm 'prompt_lookup' has no weights"),
+            (("init", work / "target", tmp_path / "draft", *lookup), "no draft to build, train or export"),
+            (("info", work / "target", *lookup), "run it: foredraft generate (or eval) --algorithm prompt_lookup"),
+            (("draw", "prompt_lookup"), "has no weights"),
+            (("generate", "hi", "max_ngram=0", *target, *lookup), "max_ngram"),
+            (("generate", "hi", *target, *lookup, "-k", 11), "11 tokens were asked for; this draft makes 10 at once"),
+            (("generate", "hi", *target, *lookup, "--tree", "2,2,4"), "drafts by algorithm 'prompt_lookup' grow no trees"),
+            (("generate", "hi", *target, "--algorithm", "eagle3"), "algorithm 'eagle3' drafts with a model"),
+            (("generate", "hi", *target), "who drafts? Pass --draft DIRECTORY, or --algorithm NAME"),
+            (("generate", "hi", *target, *lookup, "--draft", work), "who drafts?"),
+            (("eval", *target, *prompts, *lookup, "--record"), "there is none without --draft"),
+        ):
+            assert expected in command.fails(*arguments), arguments
+
     def test_errors(self, command: Command, work: Path, draft: Path, tmp_path: Path) -> None:
         prompts, target = ("--prompts", work / "prompts.jsonl"), ("--target", work / "target")
         other = command.fails("eval", "--target", work / "other", "--draft", draft, *prompts)

@@ -586,7 +586,7 @@ class TestMeasuring:
         assert (found.identical, found.settings["shape"], found.settings["num_draft_tokens"]) == (2, "tree of depth 3, top-k 4", 12)
         out = io.StringIO()
         Console(file=out, width=200).print(table({"some": found}))
-        assert "tree of depth 3, top-k 4, 12 drafted tokens, temperature 0" in out.getvalue()
+        assert "eagle3, tree of depth 3, top-k 4, 12 drafted tokens, temperature 0" in out.getvalue()
         plot_acceptance({"some": found}, tmp_path / "plot.png")
         assert (tmp_path / "plot.png").stat().st_size > 0
 

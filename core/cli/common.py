@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..draft.model import BaseDraft
 
 TargetOption = Annotated[str, typer.Option("--target", help="directory or hub id of the target")]
-DraftOption = Annotated[str, typer.Option("--draft", help="directory or hub id of the draft")]
 DtypeOption = Annotated[str, typer.Option(help="dtype to run in: auto, float32, bfloat16, float16")]
 StrictOption = Annotated[bool, typer.Option("--strict", help="stop at the first record that cannot be used, instead of skipping it")]
 DraftTokensOption = Annotated[

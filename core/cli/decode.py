@@ -3,14 +3,22 @@
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..contracts.loading import Rendering
 from ..errors import ForedraftError
-from .common import DraftOption, DraftTokensOption, DtypeOption, StrictOption, TargetOption, load_draft_for, load_target, loads_target
+from .common import DraftTokensOption, DtypeOption, StrictOption, TargetOption, load_draft_for, load_target, loads_target
 
+if TYPE_CHECKING:
+    from ..contracts.algorithm import DrafterBase
+
+DraftOption = Annotated[str | None, typer.Option("--draft", help="directory or hub id of the draft")]
+AlgorithmOption = Annotated[
+    str | None, typer.Option("--algorithm", help="in place of a draft, an algorithm that needs none: prompt_lookup")
+]
+OptionsArgument = Annotated[list[str] | None, typer.Argument(help="key=value: options of that algorithm (`foredraft info NAME`)")]
 TreeOption = Annotated[
     str | None, typer.Option("--tree", metavar="DEPTH,TOP_K,NODES", help="draft trees of this shape instead of chains, such as 5,8,32")
 ]
@@ -19,8 +27,10 @@ TreeOption = Annotated[
 def generate(
     prompt: Annotated[str, typer.Argument(help="what to ask")],
     target: TargetOption,
-    draft: DraftOption,
     loading: Rendering,
+    options: OptionsArgument = None,
+    draft: DraftOption = None,
+    algorithm: AlgorithmOption = None,
     num_draft_tokens: DraftTokensOption = None,
     tree: TreeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
@@ -35,12 +45,12 @@ def generate(
     from ..decoding import DraftingStats, TreeShape
     from ..decoding import generate as run
     from ..decoding.evaluate import encode
-    from ..files.hub import find_draft
+    from ..decoding.generate import algorithm_and_draft
 
-    shape, directory = TreeShape.parse(tree) if tree else None, find_draft(draft)
+    shape, found = TreeShape.parse(tree) if tree else None, _found(draft, algorithm, options)
     model, tokenizer = load_target(target, dtype, loading)
-    drafter = load_draft_for(directory, model)
-    chain = tokens_to_draft(num_draft_tokens, drafter.algorithm.max_tokens if drafter.algorithm else None)
+    drafter = load_draft_for(found, model) if isinstance(found, Path) else found
+    chain = tokens_to_draft(num_draft_tokens, algorithm_and_draft(drafter)[0].max_tokens)
     ids = encode(tokenizer, [{"role": "user", "content": prompt}], model.device)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     stats = DraftingStats()
@@ -66,9 +76,11 @@ def generate(
 
 def evaluate(
     target: TargetOption,
-    draft: DraftOption,
     prompts: Annotated[list[Path], typer.Option(help="conversations or prompts, in any form that training reads; may be given again")],
     loading: Rendering,
+    options: OptionsArgument = None,
+    draft: DraftOption = None,
+    algorithm: AlgorithmOption = None,
     num_draft_tokens: DraftTokensOption = None,
     tree: TreeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
@@ -87,19 +99,20 @@ def evaluate(
     from ..decoding import TreeShape, load_prompts
     from ..decoding import evaluate as run
     from ..decoding.report import demand_identical, plot_acceptance, table
-    from ..files.hub import find_draft
     from ..files.ours import record as note
     from ..files.writing import write_text
 
-    directory = find_draft(draft)
-    if record and not Path(draft).exists():
+    found = _found(draft, algorithm, options)
+    if record and draft is None:
+        raise ForedraftError("--record notes τ in a draft's config.json: there is none without --draft")
+    if record and not Path(str(draft)).exists():
         raise ForedraftError(f"--record: '{draft}' is on the hub, and τ is noted in a directory: `hf download {draft} --local-dir DIR`")
     questions = {file.stem: load_prompts(file, limit, strict=strict) for file in prompts}
     if len(questions) < len(prompts):
         raise ForedraftError(f"prompt files are told apart by their names, found {', '.join(str(file) for file in prompts)}")
     shape = TreeShape.parse(tree) if tree else None
     model, tokenizer = load_target(target, dtype, loading)
-    drafter = load_draft_for(directory, model)
+    drafter = load_draft_for(found, model) if isinstance(found, Path) else found
     console = Console()
     results = {}
     with Progress(console=console) as bar:
@@ -124,9 +137,24 @@ def evaluate(
         write_text(out, json.dumps({name: result.to_dict() for name, result in results.items()}, indent=2))
         plot_acceptance(results, out.with_suffix(".png"))
         console.print(f"written: {out} and {out.with_suffix('.png')}")
-    if record:
-        note(directory, {name: {"tau": round(result.tau, 3), **result.settings} for name, result in results.items()})
+    if record and isinstance(found, Path):
+        note(found, {name: {"tau": round(result.tau, 3), **result.settings} for name, result in results.items()})
     demand_identical(results)
+
+
+def _found(draft: str | None, algorithm: str | None, options: list[str] | None) -> "Path | DrafterBase":
+    """The draft's directory, or the algorithm that needs none. Raises `ForedraftError` unless it is one of them."""
+    from ..auto import make_drafter
+    from ..decoding.generate import algorithm_and_draft
+    from ..files.hub import find_draft
+    from ..registry import default_registry
+    from ..training.settings import parse_options
+
+    if draft is not None and not (algorithm or options):
+        return find_draft(draft)
+    if draft is not None or algorithm is None:
+        raise ForedraftError("who drafts? Pass --draft DIRECTORY, or --algorithm NAME [key=value ...] for one that needs no draft")
+    return algorithm_and_draft(make_drafter(algorithm, parse_options(options or []), default_registry()))[0]
 
 
 def add_to(app: typer.Typer) -> None:

@@ -35,7 +35,8 @@ class Drafter(Protocol):
         """Draft at most `limit` tokens after `ids` [L].
 
         `aux_1NA` are the target's aux hidden states of the tokens accepted since the last call (all but the newest
-        token have one). Returns the drafted target ids and, where `choose` sampled, the logits [V] each was drawn from.
+        token have one); without weights, A is 0. Returns the drafted target ids and, where `choose` sampled them, the logits [V]
+        each was drawn from. Ids without logits are point masses: accepted where the target itself says them, greedy or sampled.
         """
         ...
 

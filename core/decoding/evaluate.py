@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..contracts.algorithm import tokens_to_draft
+from ..contracts.algorithm import DrafterBase, tokens_to_draft
 from ..data import Conversation, Skipped, Unusable, conversation_of, prompt_ids, read_records
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from .generate import generate
+from .generate import algorithm_and_draft, generate
 from .stats import DraftingStats
 from .tree import TreeShape
 
@@ -89,7 +89,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: Any = "cp
 
 def evaluate(
     target: PreTrainedModel,
-    draft: BaseDraft,
+    draft: BaseDraft | DrafterBase | str,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     *,
@@ -103,9 +103,8 @@ def evaluate(
 ) -> Evaluation:
     """Generate for every prompt with the draft and, with `baseline`, without it, in turn, so that both meet the same machine.
 
-    With `tree`, trees of that shape are drafted in place of chains. τ is micro-averaged over all prompts. `temperature` 0 is
-    greedy; `progress`, if given, is called after each prompt. Raises what `generate` raises, and `ForedraftError` for prompts
-    that are no lists of messages.
+    `draft` and `tree` as in `generate`. τ is micro-averaged over all prompts. `temperature` 0 is greedy; `progress`, if given, is
+    called after each prompt. Raises what `generate` raises, and `ForedraftError` for prompts that are no lists of messages.
     """
     if not prompts:
         raise ForedraftError("there are no prompts to evaluate on")
@@ -114,7 +113,8 @@ def evaluate(
             raise ForedraftError(
                 f"a prompt is a list of messages, found {prompt!r:.60}: pass [{{'role': 'user', 'content': 'text'}}], or load_prompts(file)"
             )
-    num_draft_tokens = tokens_to_draft(num_draft_tokens, draft.algorithm.max_tokens if draft.algorithm else None)
+    algorithm, _ = algorithm_and_draft(draft)
+    num_draft_tokens = tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     )
@@ -153,6 +153,7 @@ def evaluate(
         identical=len(prompts) - len(different) if baseline and not temperature else None,
         different=different,
         settings={
+            "algorithm": algorithm.name,
             "shape": str(tree or "chain"),
             "num_draft_tokens": tree.num_nodes if tree else num_draft_tokens,
             "max_new_tokens": max_new_tokens,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
+from ..auto import make_drafter
 from ..contracts.algorithm import AlgorithmBase, DrafterBase, tokens_to_draft
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
@@ -64,10 +65,11 @@ def algorithm_and_draft(draft: BaseDraft | DrafterBase | str) -> tuple[DrafterBa
     Raises `ForedraftError` for a draft without an algorithm, and for an algorithm without the draft that it needs.
     """
     if isinstance(draft, str):
-        named: type[DrafterBase] = default_registry().algorithm(draft)
-        draft = named()
+        draft = make_drafter(draft, {}, default_registry())
     if isinstance(draft, AlgorithmBase):
-        raise ForedraftError(f"algorithm '{draft.name}' drafts with a model: pass the draft, as of auto_draft(...), in its place")
+        raise ForedraftError(
+            f"algorithm '{draft.name}' drafts with a model: name a draft by it in its place, as of auto_draft(...) or --draft DIRECTORY"
+        )
     if isinstance(draft, DrafterBase):
         return draft, None
     if draft.algorithm is None:

@@ -18,8 +18,8 @@ def table(results: Mapping[str, Evaluation]) -> "Table":
 
     settings = next(iter(results.values())).settings
     title = (
-        f"{settings['shape']}, {settings['num_draft_tokens']} drafted tokens, temperature {settings['temperature']:g}, "
-        f"≤ {settings['max_new_tokens']} new tokens, {settings['dtype']} on {settings['device']}"
+        f"{settings['algorithm']}, {settings['shape']}, {settings['num_draft_tokens']} drafted tokens, "
+        f"temperature {settings['temperature']:g}, ≤ {settings['max_new_tokens']} new tokens, {settings['dtype']} on {settings['device']}"
     )
     rows = Table(title=title, title_justify="left")
     for column in ("prompts", "τ", "accepted per position", "tokens/s plain", "drafted", "speed-up", "identical"):
