@@ -1,6 +1,7 @@
 """P-EAGLE: EAGLE-3's draft, with all tokens drafted in one forward; a learned state replaces features not there yet. arXiv:2602.01469."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
 from foredraft.contracts.algorithm import Choose, Step
 from foredraft.contracts.draft import Batch, Layout
+from foredraft.contracts.engine import Files
+from foredraft.contracts.finding import Finding, error
 from foredraft.contracts.options import Frozen
 from foredraft.data.supervision import reachable
 from foredraft.decoding import choose_in_turn
@@ -68,6 +71,26 @@ class PEagle(AlgorithmBase):
     def engine_fields(self, config: Any) -> dict[str, Any]:
         """The aux layers in SGLang's convention, and the mask token by the other names that engines look for."""
         return {**eagle_fields(config), "ptd_token_id": config.mask_token_id, "pard_token": config.mask_token_id}
+
+    @classmethod
+    def findings(cls, draft: Files) -> list[Finding]:
+        """The learned state, there iff the draft is parallel, and as wide as what fc reads."""
+        held, fc = draft.tensors.get("mask_hidden"), draft.tensors.get("fc.weight")
+        named = any(draft.config.get(name) is not None for name in ("ptd_token_id", "pard_token"))
+        if held is None and named and "hidden_norm.weight" not in draft.tensors:
+            return [
+                error(
+                    "mask-hidden-missing",
+                    "the config names a mask token for parallel drafting, the file holds no mask_hidden",
+                    "vLLM refuses to draft in parallel",
+                    "copy mask_hidden from the training's checkpoint",
+                )
+            ]
+        if held is None or fc is None or len(fc.shape) != 2 or prod(held.shape) == fc.shape[1]:
+            return []
+        found = f"mask_hidden has {prod(held.shape)} numbers, fc reads {fc.shape[1]}"
+        breaks = "it is read in place of the concatenated aux states, before fc"
+        return [error("mask-hidden-shape", found, breaks, "export it anew in that space")]
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
         """Draw the anchors of every row; `arrange` says what is added to the batch."""

@@ -6,7 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from foredraft import ForedraftError, FormatBase, hookimpl
-from foredraft.contracts import Config
+from foredraft.contracts import Config, Finding
+from foredraft.contracts.engine import Files
+from foredraft.contracts.finding import error
 
 TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")
 LAYER_FIELDS = (
@@ -62,12 +64,33 @@ class Speculators(FormatBase):
         layers = config.get("transformer_layer_config")
         if not isinstance(layers, Mapping):
             raise ForedraftError("a speculators config needs the object transformer_layer_config, which describes the draft's layers")
-        fields = {**layers, "norm_before_residual": self.algorithm(config) == "eagle3", **config}
+        fields = {**layers, "norm_before_residual": config["speculators_model_type"] == "eagle3", **config}
         try:
             tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
         except (KeyError, TypeError, IndexError):
             return fields
         return {**fields, "num_depths": tokens, "ttt_steps": tokens}
+
+    def findings(self, draft: Files) -> list[Finding]:
+        """The parts by which vLLM knows it, and what it asks of them."""
+        config = draft.config
+        inner, outer = (
+            v if isinstance(v := config.get(name), Mapping) else {} for name in ("transformer_layer_config", "speculators_config")
+        )
+        methods = outer.get("proposal_methods")
+        first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], Mapping) else {}
+        tokens = first.get("speculative_tokens")
+        problems = {
+            "transformer_layer_config is missing": not inner,
+            "transformer_layer_config names no model_type": inner and not inner.get("model_type"),
+            "speculators_config is missing": not outer,
+            "a model_type stands at the top level": config.get("model_type") not in (None, "speculators"),
+            "proposal_methods names no number of speculative_tokens": outer and (type(tokens) is not int or not 0 < tokens < 2**24),
+        }
+        if not (found := [problem for problem, there in problems.items() if there]):
+            return []
+        breaks = "vLLM does not take it for a draft in the speculators format, or fails while it reads it"
+        return [error("speculators-config", "; ".join(found), breaks, "write these as speculators does")]
 
     def write(
         self, draft: Any, tensors: Mapping[str, Tensor], algorithm: str | None, num_tokens: int

@@ -24,7 +24,7 @@ from foredraft.cli import app
 from foredraft.contracts.engine import EngineBase
 from foredraft.contracts.finding import Finding, note, warning
 from foredraft.decoding import AutoregressiveDrafter
-from foredraft.doctor import Subject, ask_engines, dynamic, examine, mend, open_subject, suspects, tensors
+from foredraft.doctor import Subject, ask_engines, dynamic, examine, mend, open_subject, suspects
 from foredraft.doctor.bench import Bench, Forced, answers
 from foredraft.doctor.examine import CHECKS
 from foredraft.doctor.mend import MENDS
@@ -128,7 +128,7 @@ def test_a_sound_draft_has_no_findings(algorithm: str, family: str, sound: Calla
         draft = sound(algorithm, family, reduced)
         assert serious(examine(draft)) == set()
         assert examine(draft, target(family)) == []
-        assert tensors._of_the_model(open_subject(draft)) is not None, "shapes must come from the model itself"
+        assert open_subject(draft).built is not None, "shapes must come from the model itself"
 
 
 def plain(config: Config) -> None:
@@ -945,8 +945,11 @@ class Picky(EngineBase):
     def refuses(self, config: Any) -> str | None:
         return "it is picky"
 
+    def arguments(self, config: Any, draft: str, target: str, num_tokens: int) -> list[str]:
+        return []
 
-class Clumsy(EngineBase):
+
+class Clumsy(Picky):
     """Stumbles."""
 
     name = "clumsy"

@@ -28,6 +28,8 @@ from transformers import DeepseekV3Config, LlamaForCausalLM
 
 from foredraft import ForedraftError, FormatBase, Registry, auto_draft, default_registry, hookimpl, save_draft
 from foredraft.cli import main
+from foredraft.contracts.finding import Finding, warning
+from foredraft.doctor import examine
 from foredraft.files.ours import WEIGHTS
 from foredraft.files.reading import read_config
 from foredraft.formats import Imported, export_draft, import_draft, open_draft
@@ -665,6 +667,12 @@ class Tilted(default_registry().algorithm("eagle3")):  # type: ignore[misc]
     def max_tokens(self) -> int:
         return self.options.angle
 
+    @classmethod
+    def findings(cls, draft: Any) -> list[Finding]:
+        tilt = draft.tensors.get("tilt")
+        wrong = tilt is not None and tilt.shape != (3,)
+        return [warning("tilt", f"tilt has {tilt.shape[0]} numbers", "it falls", "use three")] if wrong else []
+
     def modules(self, config: Any) -> dict[str, Any]:
         return {"tilt": torch.nn.Parameter(torch.full((3,), 0.5))}
 
@@ -695,6 +703,25 @@ class TestThirdParty:
         assert (options["angle"], options["norm_output"]) == (3, True)
         opened = open_draft(tmp_path / "theirs", target, registry=registry)
         assert torch.equal(opened.tilt, draft.tilt)
+
+    @pytest.mark.parametrize("theirs", [False, True])
+    def test_examined(self, theirs: bool, registry: Registry, tmp_path: Path, target: str) -> None:
+        """By the model that its config describes and by what its plugins say, in our format and in theirs."""
+        draft = auto_draft(CONFIG, "tilted", registry=registry)
+        draft.start_from(MODEL)
+        path = save_draft(draft, tmp_path / "draft")
+        if theirs:
+            path = export_draft(path, tmp_path / "theirs", "backwards", registry=registry)
+        assert not [f for f in examine(path, target, registry) if f.severity != "note"]
+        shown = {"tilt": "tlit", "fc.weight": "thgiew.cf"} if theirs else {"tilt": "tilt", "fc.weight": "fc.weight"}
+        sound = load_file(path / WEIGHTS)
+        for name, tensor, expected in (
+            ("tilt", torch.ones(5), ["tilt"]),
+            ("fc.weight", torch.randn(60, 192), ["tensors-shape"]),
+        ):
+            save_file({**sound, shown[name]: tensor}, path / WEIGHTS)
+            found = [f for f in examine(path, target, registry) if f.severity != "note"]
+            assert {f.id for f in found} == set(expected), found
 
     def test_which_counts(self, tmp_path: Path, target: str) -> None:
         """A name of its own before the beginning of names; of two equals, and two algorithms that a file tells alike, neither."""

@@ -143,7 +143,7 @@ class AlgorithmBase(DrafterBase):
         """What is wrong with a draft by it, for `foredraft doctor`, beside what may be wrong with any.
 
         `draft` has the fields of its config side by side, and its tensors by our names, whatever they hold. Of a peer's draft every
-        algorithm is asked: it says nothing of one that is not its own.
+        algorithm is asked: it says nothing of one that is not its own. A tensor of its own that `found` names is not told of again.
         """
         return []
 

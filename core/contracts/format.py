@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ForedraftError
 from .draft import DraftModel
-from .engine import Config
+from .engine import Config, Files
+from .finding import Finding
 from .plugin import Plugin
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ class FormatBase(Plugin):
 
     def notes(self, config: Config) -> list[str]:
         """What of its `config.json` is taken in a sense of its own, a text each."""
+        return []
+
+    def findings(self, draft: Files) -> list[Finding]:
+        """What is wrong with a draft that is written so, for `foredraft doctor`, beside what may be wrong with any."""
         return []
 
     def algorithm(self, config: Config) -> str | None:

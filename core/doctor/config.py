@@ -1,13 +1,15 @@
 """Checks of what `config.json` says: types and sizes, layers, aux layers, mask token, sliding window."""
 
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
 from typing import Any
 
 from ..contracts.aux_layers import check_aux_layers
 from ..contracts.finding import Finding, error, note, warning
 from ..errors import ForedraftError
 from ..files.raw import DTYPES
+from ..files.spellings import NESTED, flat
+from ..formats.fields import DraftFields
+from .described import spec_of
 from .subject import MAX_INTEGER, MAX_LAYERS, Subject, as_integer, as_mapping
 
 INTEGERS = (
@@ -33,7 +35,7 @@ FLAGS = (
     "use_sliding_window",
     "rope_interleave",
 )
-OBJECTS = ("eagle_config", "dflash_config", "rope_parameters", "rope_scaling", "transformer_layer_config", "foredraft")
+OBJECTS = (*NESTED, "rope_parameters", "rope_scaling", "transformer_layer_config", "foredraft")
 TYPES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(INTEGERS, lambda v: as_integer(v, 1) is not None),
     "num_hidden_layers": lambda v: as_integer(v) is not None,
@@ -67,30 +69,6 @@ def types(s: Subject) -> Iterator[Finding]:
         )
 
 
-def speculators(s: Subject) -> Iterator[Finding]:
-    """Of the speculators format: the parts by which vLLM knows it and what it asks of them."""
-    config = s.draft.config
-    if "speculators_model_type" not in config:
-        return
-    inner, outer = as_mapping(config.get("transformer_layer_config")), as_mapping(config.get("speculators_config"))
-    methods = outer.get("proposal_methods")
-    first = as_mapping(methods[0]) if isinstance(methods, list) and methods else {}
-    problems = {
-        "transformer_layer_config is missing": not inner,
-        "transformer_layer_config names no model_type": inner and not inner.get("model_type"),
-        "speculators_config is missing": not outer,
-        "a model_type stands at the top level": config.get("model_type") not in (None, "speculators"),
-        "proposal_methods names no number of speculative_tokens": outer and as_integer(first.get("speculative_tokens"), 1) is None,
-    }
-    if found := [problem for problem, there in problems.items() if there]:
-        yield error(
-            "speculators-config",
-            "; ".join(found),
-            "vLLM does not take it for a draft in the speculators format, or fails while it reads it",
-            "write these as speculators does",
-        )
-
-
 def layers(s: Subject) -> Iterator[Finding]:
     """The draft's own layer count."""
     stated, held = s.integer("num_hidden_layers"), len(s.layers)
@@ -112,7 +90,7 @@ def aux_layers(s: Subject) -> Iterator[Finding]:
         yield error(
             "aux-disagree",
             f"as hidden_states indices, {shown}",
-            "engines read different fields (those inside eagle_config and dflash_config count layer outputs from 0, one less): one of them "
+            f"engines read different fields (those inside {' and '.join(NESTED)} count layer outputs from 0, one less): one of them "
             "feeds the draft other layers than it was trained on",
             "write the layers of the training in both conventions",
         )
@@ -125,7 +103,7 @@ def aux_layers(s: Subject) -> Iterator[Finding]:
                 "aux-other",
                 f"as hidden_states indices, {shown}; the draft was saved with {str(made)[:80]}",
                 "the draft reads other layers of the target than it was trained on",
-                f"write {str(made)[:80]}, and one less each inside eagle_config and dflash_config",
+                f"write {str(made)[:80]}, and one less each inside {' and '.join(NESTED)}",
             )
     if not s.aux_layers and s.chunks is not None and not s.single_feature:
         report = error if s.chunks != 3 else note
@@ -178,7 +156,7 @@ def _aux_layers(s: Subject, name: str, ids: list[int]) -> Iterator[Finding]:
 
 def features(s: Subject) -> Iterator[Finding]:
     """EAGLE-1's flags on a draft that reads several layers."""
-    said = [s.fields.get("use_aux_hidden_state"), as_mapping(s.fields.get("eagle_config")).get("use_aux_hidden_state")]
+    said = [as_mapping(place).get("use_aux_hidden_state") for place in (s.fields, *map(s.fields.get, NESTED))]
     names = s.fields.get("architectures")
     first = str(names[0]) if isinstance(names, list) and names else ""
     by_name = first.startswith("Eagle") and not first.startswith("Eagle3") and "Eagle3" not in first
@@ -204,7 +182,8 @@ def mask_token(s: Subject) -> Iterator[Finding]:
     """The token that stands for the unknown: there, one of the target's, the same by every name."""
     tokens, vocabulary = s.mask_tokens, s.vocab_size
     shown = ", ".join(f"{name}={str(v)[:20]}" for name, v in tokens.items())
-    if s.spec.get("mask_token", s.prefix or s.parallel) and not tokens:
+    masks = spec_of(s.algorithm).mask_token if s.algorithm else False
+    if s.spec.get("mask_token", masks) and not tokens:
         yield error(
             "mask-token-missing",
             "the draft reads a mask token, and the config names none",
@@ -229,25 +208,6 @@ def mask_token(s: Subject) -> Iterator[Finding]:
         yield error("mask-token-other", f"{shown}; the draft was made with {wanted}", "masked slots read another token", f"write {wanted}")
 
 
-def mask_hidden(s: Subject) -> Iterator[Finding]:
-    """The learned state of masked slots, there iff the draft is parallel."""
-    shape, fc = s.shape("mask_hidden"), s.shape("fc.weight")
-    if shape is None and ("mask_hidden" in s.built.state_dict() if s.built is not None else s.parallel):
-        yield error(
-            "mask-hidden-missing",
-            "the config names a mask token for parallel drafting, the file holds no mask_hidden",
-            "vLLM refuses to draft in parallel",
-            "copy mask_hidden from the training's checkpoint",
-        )
-    if shape and fc and len(fc) == 2 and prod(shape) != fc[1]:
-        yield error(
-            "mask-hidden-shape",
-            f"mask_hidden has {prod(shape)} numbers, fc reads {fc[1]}",
-            "it is read in place of the concatenated aux states, before fc",
-            "export it anew in that space",
-        )
-
-
 def activation(s: Subject) -> Iterator[Finding]:
     """An activation that engines' feed-forwards do not know."""
     act = s.fields.get("hidden_act")
@@ -263,11 +223,11 @@ def activation(s: Subject) -> Iterator[Finding]:
 def sliding_window(s: Subject) -> Iterator[Finding]:
     """Windows that are stated in one place and missing in another; of our drafts, which have none, any."""
     kinds, window = s.fields.get("layer_types"), s.fields.get("sliding_window")
-    dflash = as_mapping(s.fields.get("dflash_config"))
+    windowed = flat(s.fields).get("use_swa")
     if s.made:
         whole = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
         asked = {"layer_types": kinds, "sliding_window": window, "use_sliding_window": s.fields.get("use_sliding_window")}
-        names = [name for name, value in asked.items() if value and not whole] + ["dflash_config.use_swa"] * bool(dflash.get("use_swa"))
+        names = [name for name, value in asked.items() if value and not whole] + ["use_swa"] * bool(windowed)
         if names:
             yield error(
                 "sliding-window",
@@ -276,7 +236,7 @@ def sliding_window(s: Subject) -> Iterator[Finding]:
                 "take them out of config.json",
             )
     else:
-        yield from _windows(s, kinds, window, dflash)
+        yield from _windows(s, kinds, window)
     held = s.integer("num_hidden_layers")
     if isinstance(kinds, list) and held is not None and held <= MAX_LAYERS and len(kinds) != held:
         yield warning(
@@ -284,7 +244,7 @@ def sliding_window(s: Subject) -> Iterator[Finding]:
         )
 
 
-def _windows(s: Subject, kinds: Any, window: Any, dflash: Mapping[str, Any]) -> Iterator[Finding]:
+def _windows(s: Subject, kinds: Any, window: Any) -> Iterator[Finding]:
     sliding = isinstance(kinds, list) and "sliding_attention" in kinds
     off = ", use_sliding_window=false" if s.fields.get("use_sliding_window") is False else ""
     if sliding and (as_integer(window, 1) is None or off):
@@ -301,10 +261,10 @@ def _windows(s: Subject, kinds: Any, window: Any, dflash: Mapping[str, Any]) -> 
             "loaders differ in which layers get the window; Llama-shaped drafts get none",
             "write layer_types",
         )
-    if dflash.get("use_swa") and as_integer(dflash.get("swa_window_size"), 1) is None:
+    if flat(s.fields).get("use_swa") and as_integer(flat(s.fields).get("swa_window_size"), 1) is None:
         yield error(
             "sliding-window",
-            "dflash_config.use_swa without swa_window_size",
+            "use_swa without swa_window_size",
             "engines ignore the window",
             "write swa_window_size as in training",
         )
@@ -318,7 +278,7 @@ def recorded(s: Subject) -> dict[str, Any]:
     for name, spec, held in (("num_hidden_layers", "num_layers", len(s.layers)), ("num_aux_hidden_states", "num_aux", s.chunks)):
         if spec in s.spec and s.integer(name) == held:  # else the file says which is right
             wanted[name] = s.spec[spec]
-    wanted |= {name: s.remade[name] for name in ("architectures", "model_type", "block_size") if s.remade.get(name) is not None}
+    wanted |= {name: s.remade[name] for name in ("architectures", "model_type", *s.written) if s.remade.get(name) is not None}
     return wanted
 
 
@@ -343,15 +303,12 @@ def foreign(s: Subject) -> Iterator[Finding]:
     """Of our drafts: what engines would compute by fields that no draft of ours has."""
     from pydantic import ValidationError
 
-    from ..formats.fields import DraftFields
-
     if not s.made:
         return
-    skipped = ("layer_types", "sliding_window", "use_sliding_window", "eagle_config", "norm_before_fc")  # others say what is wrong there
-    dflash = {name: v for name, v in as_mapping(s.fields.get("dflash_config")).items() if name != "use_swa"}
+    # Others say what is wrong there.
+    skipped = ("layer_types", "sliding_window", "use_sliding_window", "use_swa", "norm_before_fc", "use_aux_hidden_state", *NESTED)
     try:
-        asked = {name: v for name, v in s.fields.items() if name not in skipped} | {"dflash_config": dflash}
-        problems = DraftFields.model_validate(asked).objections()
+        problems = DraftFields.model_validate({n: v for n, v in flat(s.fields).items() if n not in skipped}).objections()
     except ValidationError:  # fields of a wrong type are named elsewhere
         return
     if problems:
@@ -363,4 +320,4 @@ def foreign(s: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (types, speculators, layers, aux_layers, features, mask_token, mask_hidden, activation, sliding_window, record, foreign)
+CHECKS = (types, layers, aux_layers, features, mask_token, activation, sliding_window, record, foreign)

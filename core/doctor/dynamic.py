@@ -15,6 +15,7 @@ from ..decoding import load_prompts
 from ..decoding.evaluate import Prompt, encode
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
+from ..formats import open_draft
 from ..progress import Progress
 from ..target.loading import load_target, load_tokenizer
 from .bench import Acceptance, Bench, Forced, Text, answers
@@ -95,11 +96,9 @@ class Runner:
         return float(forced.accepted_UK.sum() / forced.count_UK.sum())
 
     def _bench(self, subject: Subject, prompts: Sequence[Prompt]) -> tuple[Bench, BaseDraft]:
-        from ..formats import open_draft
-
         assert subject.target is not None
         path = str(subject.target.path)
-        draft = open_draft(subject.draft.path, path, loading=self.loading)
+        draft = open_draft(subject.draft.path, path, loading=self.loading, registry=subject.registry)
         if self._read is None:
             tokenizer, target = load_tokenizer(path, self.loading), load_target(path, "auto", self.loading).eval()
             self._read = target, answers(target, [encode(tokenizer, prompt) for prompt in prompts], NEW_TOKENS, self.show)

@@ -5,27 +5,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..contracts.finding import Finding
+from ..contracts.finding import Finding, note
 from ..files.hub import TARGET, download, find_draft
 from ..files.raw import Checkpoint
-from . import config, origin, pair, rope, tensors, vocabulary
+from ..registry import Registry
+from . import config, origin, pair, plugins, rope, tensors, vocabulary
+from .plugins import stumbling
 from .subject import Subject
 
-CHECKS = (*config.CHECKS, *tensors.CHECKS, *vocabulary.CHECKS, *rope.CHECKS, *pair.CHECKS, *origin.CHECKS)
+CHECKS = (*config.CHECKS, *tensors.CHECKS, *vocabulary.CHECKS, *rope.CHECKS, *pair.CHECKS, *origin.CHECKS, *plugins.CHECKS)
 """Each takes a `Subject` and yields findings; none raises, whatever the files hold."""
 ORDER = {"error": 0, "warning": 1, "note": 2}
 
 
-def examine(draft: str | Path, target: str | Path | None = None) -> list[Finding]:
+def examine(draft: str | Path, target: str | Path | None = None, registry: Registry | None = None) -> list[Finding]:
     """What is wrong with the draft in a directory, worst first; of its target, the config is enough. Raises as `open_subject`."""
-    return examine_subject(open_subject(draft, target))
+    return examine_subject(open_subject(draft, target, registry=registry))
 
 
-def open_subject(draft: str | Path, target: str | Path | None = None, revision: str | None = None) -> Subject:
+def open_subject(
+    draft: str | Path, target: str | Path | None = None, revision: str | None = None, registry: Registry | None = None
+) -> Subject:
     """A draft and its target, each a directory or an id on the hub, opened. Raises `ForedraftError` if one is not there."""
     if target is not None and not Path(target).is_dir():
         target = download(str(target), TARGET, "target", revision)
-    return Subject(Checkpoint.open(find_draft(draft)), Checkpoint.open(target) if target else None)
+    return Subject(Checkpoint.open(find_draft(draft)), Checkpoint.open(target) if target else None, registry)
 
 
 def examine_subject(subject: Subject) -> list[Finding]:
@@ -38,25 +42,17 @@ def ask_engines(checkpoint: Checkpoint, engines: Iterable[Any], asked: bool) -> 
     found: list[Finding] = []
     refused: dict[str, str] = {}
     for engine in engines:
-        try:
-            theirs = engine().findings(checkpoint)
-        except Exception as error:  # an engine is a plugin, and may stumble over what it did not expect
-            text = f"its checks failed: {type(error).__name__}: {error}"[:300]
-            theirs = [Finding(f"{engine.name}-checks", "warning", text, "nothing is known about this engine", "report it to the plugin")]
+        theirs = stumbling(engine, lambda asked: asked().findings(checkpoint))
         if not asked:
             if theirs and theirs[0].id == f"{engine.name}-refuses":
                 refused[engine.name] = theirs.pop(0).found
             theirs = [replace(f, severity="note") for f in theirs]
         found += theirs
     if refused:
+        says = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        breaks = f"{', '.join(refused)} {'does' if len(refused) == 1 else 'do'} not serve this draft"
         found.append(
-            Finding(
-                "engines-refuse",
-                "note",
-                "; ".join(f"{name}: {why}" for name, why in refused.items()),
-                f"{', '.join(refused)} {'does' if len(refused) == 1 else 'do'} not serve this draft",
-                "nothing to do, if another engine is to serve it: `foredraft info DRAFT` says which",
-            )
+            note("engines-refuse", says, breaks, "nothing to do, if another engine is to serve it: `foredraft info DRAFT` says which")
         )
     return worst_first(found)
 

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,13 @@ from ..contracts.finding import Finding
 from ..errors import ForedraftError
 from ..files.ours import WEIGHTS
 from ..files.raw import SIDE_FILE, Checkpoint
+from ..files.spellings import AUX_LAYERS, NESTED, set_value
 from ..files.writing import check_new, replacing
 from .config import recorded
 from .examine import ORDER, examine_subject
 from .origin import named_share, nearest
 from .rope import draft_rope, scaling, target_rope
 from .subject import Subject, as_mapping
-from .tensors import architecture_by_content
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,10 +43,10 @@ class Copy:
     """By the name in the file; None leaves it out."""
 
     def set(self, name: str, value: Any) -> None:
-        """A field, in the decoder's own config where it stands there."""
+        """A field, `object.field` for one inside an object; in the decoder's own config where it stands there."""
         inner = self.config.get("transformer_layer_config")
         place = inner if isinstance(inner, dict) and name in inner and name not in self.config else self.config
-        place[name] = value
+        set_value(place, name, value)
 
     def put(self, name: str, tensor: "Tensor | None") -> None:
         """A tensor by its name in our format."""
@@ -81,7 +81,7 @@ def mend(
         made = Copy(subject, copy.deepcopy(dict(subject.draft.config)))
         if not (how := MENDS[id](subject, made)):
             continue
-        changed = Subject(subject.draft.changed(made.config, made.tensors), subject.target)
+        changed = replace(subject, draft=subject.draft.changed(made.config, made.tensors))
         if not _better(then := examine_subject(changed), found):
             dropped.append(f"{id}: {how}; other findings came with it")
             continue
@@ -111,7 +111,7 @@ def _better(now: list[Finding], before: list[Finding]) -> bool:
 def _measured(changed: Subject, accepted: Callable[[Subject], float | None]) -> float | None:
     with TemporaryDirectory() as folder:
         _write(changed.draft, Path(folder))
-        return accepted(Subject(Checkpoint.open(folder), changed.target))
+        return accepted(replace(changed, draft=Checkpoint.open(folder)))
 
 
 def _write(draft: Checkpoint, folder: Path) -> None:
@@ -238,12 +238,7 @@ def _aux_layers(s: Subject, made: Copy) -> str | None:
     ids = list(sound.pop())
     made.set("eagle_aux_hidden_state_layer_ids", ids)
     for name in s.aux_layers:
-        *where, key = name.split(".")
-        shown = [i - 1 for i in ids] if where or key == "target_layer_ids" else ids
-        if where:
-            made.config[where[0]][key] = shown
-        else:
-            made.set(key, shown)
+        made.set(name, [i - AUX_LAYERS[name] for i in ids])
     return f"aux layers are {ids} now, by each engine's way of counting"
 
 
@@ -350,12 +345,11 @@ def _vocabulary(s: Subject, made: Copy) -> str | None:
 
 @mends("eagle1-flag")
 def _several(s: Subject, made: Copy) -> str | None:
-    eagle = made.config.get("eagle_config")
-    for place in (made.config, eagle if isinstance(eagle, dict) else {}):
-        if "use_aux_hidden_state" in place:
+    for place in (made.config, *map(made.config.get, NESTED)):
+        if isinstance(place, dict) and "use_aux_hidden_state" in place:
             place["use_aux_hidden_state"] = True
     if "Eagle3" not in architecture_of(made.config):
-        made.config["architectures"] = [architecture_by_content(s)]
+        made.config["architectures"] = [s.architecture]
     return "the config says EAGLE-3 now"
 
 
@@ -365,16 +359,13 @@ def _mask_token(s: Subject, made: Copy) -> str | None:
     if wanted is None:
         return None
     for name in [*s.mask_tokens, *(["mask_token_id"] if s.made else [])]:
-        if name.startswith("dflash_config."):
-            made.config["dflash_config"]["mask_token_id"] = wanted
-        else:
-            made.set(name, wanted)
+        made.set(name, wanted)
     return f"the mask token is {wanted} by every name"
 
 
 @mends("qk-norm-architecture")
 def _architecture(s: Subject, made: Copy) -> str | None:
-    made.config["architectures"] = [architecture_by_content(s)]
+    made.config["architectures"] = [s.architecture]
     made.set("model_type", "qwen3")
     return "the architecture is the one with norms on queries and keys"
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..contracts.finding import Finding, error, note, warning
+from ..formats.fields import SCALINGS
 from .subject import Subject, as_mapping
 
 UNSCALED = ("llama3", "yarn", "longrope")
@@ -45,8 +46,6 @@ def spellings(s: Subject) -> Iterator[Finding]:
 
 def scaled(s: Subject) -> Iterator[Finding]:
     """What a scaling needs; above all the length that it scales from, which readers look for in different places."""
-    from ..formats.fields import SCALINGS
-
     rope = draft_rope(s)
     kind, name = rope.get("rope_type"), "original_max_position_embeddings"
     if not s.layers or not isinstance(kind, str) or kind == "default":

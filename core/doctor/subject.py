@@ -2,13 +2,20 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.options import MOST
+from ..contracts.algorithm import AlgorithmBase
+from ..contracts.engine import architecture_of
+from ..contracts.format import FormatBase
 from ..errors import ForedraftError
 from ..files.raw import Checkpoint
+from ..files.spellings import AUX_LAYERS, MASK_TOKEN, value
+from ..formats.content import algorithm_of, known_by
+from ..registry import Registry, default_registry
+from .described import as_ours, build, spec_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,12 +37,30 @@ class Subject:
 
     draft: Checkpoint
     target: Checkpoint | None = None
+    plugins: Registry | None = None
+    """None: all that is installed."""
+
+    @property
+    def registry(self) -> Registry:
+        """The plugins that are asked."""
+        return self.plugins or default_registry()
+
+    @cached_property
+    def forms(self) -> list[FormatBase]:
+        """The formats in which it is written, the surest first."""
+        found = []
+        for cls in self.registry.formats().values():
+            with suppress(Exception):  # a format is a plugin, and may stumble over what it did not expect
+                found += known_by([cls()], self.draft.tensors, self.draft.config)
+        return sorted(found, key=lambda form: -form.priority)
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """The draft's config; of a speculators one, the decoder's fields beside those of the draft."""
-        inner = self.draft.config.get("transformer_layer_config")
-        return {**inner, **self.draft.config} if isinstance(inner, Mapping) else self.draft.config
+        """The draft's config, a peer's in the words that engines know, as far as it can be read."""
+        for form in self.forms if not self.made else ():
+            with suppress(Exception):
+                return form.flatten(self.draft.config)
+        return self.draft.config
 
     @cached_property
     def target_fields(self) -> Mapping[str, Any]:
@@ -45,9 +70,17 @@ class Subject:
         return {**config, **text} if isinstance(text, Mapping) else config
 
     @cached_property
+    def ours(self) -> Mapping[str, str]:
+        """The name in our format of each tensor that a draft reads, by the name in the file."""
+        named: dict[str, str | None] = {name: name for name in self.draft.tensors}
+        for form in self.forms:
+            named = {theirs: form.rename(ours) if ours else None for theirs, ours in named.items()}
+        return {theirs: ours for theirs, ours in named.items() if ours}
+
+    @cached_property
     def names(self) -> Mapping[str, str]:
         """The name in the file of each tensor, by the name in our format."""
-        return {canonical(name): name for name in self.draft.tensors}
+        return {ours: theirs for theirs, ours in self.ours.items()}
 
     @cached_property
     def made(self) -> Mapping[str, Any]:
@@ -56,8 +89,8 @@ class Subject:
 
     @cached_property
     def spec(self) -> Mapping[str, Any]:
-        """What the algorithm asked for, where foredraft recorded it."""
-        return as_mapping(self.made.get("spec"))
+        """What the algorithm asked for and what it was told, where foredraft recorded it."""
+        return {**as_mapping(self.made.get("options")), **as_mapping(self.made.get("spec"))}
 
     @cached_property
     def saved(self) -> Mapping[str, Any]:
@@ -113,24 +146,38 @@ class Subject:
         return embedding, heads[0] if len(heads) == 1 else None
 
     @cached_property
+    def algorithm(self) -> type[AlgorithmBase] | None:
+        """The algorithm that foredraft recorded, else the one that its tensors or its architecture tell."""
+        known = {name: cls for name, cls in self.registry.algorithms().items() if issubclass(cls, AlgorithmBase)}
+        names = [self.made.get("algorithm")]
+        with suppress(ForedraftError):  # two claim it
+            names.append(algorithm_of(self.names, self.registry))
+        names += [name for name, cls in known.items() if spec_of(cls).architecture == architecture_of(self.fields)]
+        return next((known[name] for name in names if isinstance(name, str) and name in known), None)
+
+    @cached_property
     def built(self) -> "BaseDraft | None":
         """Of a draft made by foredraft, the model that its config describes, without memory; None if it cannot be built."""
-        import torch
+        return build(self.draft.config, self.registry) if self.made else None
 
-        from ..auto import auto_draft
+    @cached_property
+    def model(self) -> "BaseDraft | None":
+        """The same of any draft: of a peer's, the model that foredraft would make of it."""
+        if self.built is not None or self.hidden_size is None:
+            return self.built
+        heads, shapes = any(n.endswith("q_norm.weight") for n in self.names), (self.chunks, self.target_hidden_size or self.hidden_size)
+        return build(as_ours(self.fields, self.algorithm, self.registry, *shapes, qk_norm=heads), self.registry)
 
-        options = as_mapping(self.made.get("options"))
-        sizes = [*self.fields.values(), *options.values()]
-        counts = [self.fields.get(name) for name in ("num_hidden_layers", "num_aux_hidden_states")]
-        counts += [n for n in options.values() if n not in self.mask_tokens.values()]
-        absurd = any(isinstance(n, int) and n > most for most, found in ((MAX_INTEGER, sizes), (MOST, counts)) for n in found)
-        if not self.made or absurd or self.integer("num_hidden_layers") is None:
+    @property
+    def architecture(self) -> str | None:
+        """The engines' name for what lies in the file."""
+        return self.architecture_with(any(n.endswith("q_norm.weight") for n in self.names))
+
+    def architecture_with(self, qk_norm: bool) -> str | None:
+        """The same, had it norms on queries and keys, or none."""
+        if self.model is None:
             return None
-        try:
-            with torch.device("meta"):
-                return auto_draft(self.draft.config)
-        except Exception:  # whatever a config by someone else makes a constructor raise; other checks say what is wrong with it
-            return None
+        return type(self.model).architecture_for(self.model.config.spec.model_copy(update={"qk_norm": qk_norm}))
 
     # The draft's shape.
 
@@ -155,13 +202,20 @@ class Subject:
         return self.integer("draft_vocab_size") or self.vocab_size
 
     @cached_property
+    def written(self) -> Mapping[str, Any]:
+        """Of a draft made by foredraft, the plain fields that its algorithm writes for engines, but for mask tokens."""
+        try:
+            fields = self.built.algorithm.engine_fields(self.built.config) if self.built and self.built.algorithm else {}
+        except Exception:  # it may stumble over malformed fields
+            return {}
+        return {name: v for name, v in fields.items() if isinstance(v, int | str) and name not in MASK_TOKEN}
+
+    @cached_property
     def remade(self) -> Mapping[str, Any]:
         """Of a draft made by foredraft, the fields that saving it would write; empty if that cannot be told."""
-        if self.built is None or self.built.algorithm is None:
-            return {}
         try:
-            return {**self.built.config.to_dict(), **self.built.algorithm.engine_fields(self.built.config)}
-        except Exception:  # an algorithm may stumble over malformed fields
+            return {**self.built.config.to_dict(), **self.written} if self.built else {}
+        except Exception:  # as above
             return {}
 
     @property
@@ -204,20 +258,14 @@ class Subject:
 
     @property
     def prefix(self) -> bool:
-        """Whether the context comes as keys and values of every layer (DFlash), not beside the embedding (EAGLE)."""
-        return "hidden_norm.weight" in self.names or "dflash_config" in self.fields or self.spec.get("wiring") == "prefix"
-
-    @property
-    def parallel(self) -> bool:
-        """Whether masked slots are drafted at once (P-EAGLE), by the tensor or by the fields that engines look for."""
-        named = any(self.fields.get(name) is not None for name in ("ptd_token_id", "pard_token"))
-        return not self.prefix and ("mask_hidden" in self.names or named)
+        """Whether the context comes as keys and values of every layer, not beside the embedding: it then has a norm of its own."""
+        return "hidden_norm.weight" in {*self.names, *(self.algorithm.told_by if self.algorithm else ())}
 
     @cached_property
     def quantised(self) -> str | None:
         """What says that its weights are integers that stand for others; None if they are what they seem."""
         whole = [n for n, file in self.names.items() if "int" in self.draft.tensors[file].dtype and n not in ("d2t", "t2d")]
-        weights = sorted(n for n in whole if n.endswith((".weight", "mask_hidden")))
+        weights = sorted(n for n in whole if n.endswith("weight") or "." not in n)
         if weights:
             return f"{', '.join(weights[:3])}: integers ({self.draft.tensors[self.names[weights[0]]].dtype}), not weights"
         method = as_mapping(self.fields.get("quantization_config"))
@@ -238,14 +286,7 @@ class Subject:
     @cached_property
     def aux_layers(self) -> Mapping[str, list[Any]]:
         """The aux layers by each field that states them, as HF `hidden_states` indices."""
-        eagle, dflash = as_mapping(self.fields.get("eagle_config")), as_mapping(self.fields.get("dflash_config"))
-        stated = {
-            "eagle_aux_hidden_state_layer_ids": (self.fields.get("eagle_aux_hidden_state_layer_ids"), 0),
-            "aux_hidden_state_layer_ids": (self.fields.get("aux_hidden_state_layer_ids"), 0),
-            "eagle_config.eagle_aux_hidden_state_layer_ids": (eagle.get("eagle_aux_hidden_state_layer_ids"), 1),
-            "dflash_config.target_layer_ids": (dflash.get("target_layer_ids"), 1),
-            "target_layer_ids": (self.fields.get("target_layer_ids"), 1),
-        }
+        stated = {name: (value(self.fields, name), offset) for name, offset in AUX_LAYERS.items()}
         return {
             name: [i + offset if as_integer(i, low=-1) is not None else i for i in ids]
             for name, (ids, offset) in stated.items()
@@ -268,20 +309,12 @@ class Subject:
     @cached_property
     def mask_tokens(self) -> Mapping[str, Any]:
         """The mask token by each field that states it."""
-        dflash = as_mapping(self.fields.get("dflash_config"))
-        stated = {name: self.fields.get(name) for name in ("mask_token_id", "ptd_token_id", "pard_token")}
-        return {name: v for name, v in {**stated, "dflash_config.mask_token_id": dflash.get("mask_token_id")}.items() if v is not None}
+        return {name: token for name in MASK_TOKEN if (token := value(self.fields, name)) is not None}
 
 
 def layer_of(name: str) -> int | None:
     """The decoder layer that a tensor, by its name in our format, belongs to."""
     return int(match[1]) if (match := _LAYER.match(name)) else None
-
-
-def canonical(name: str) -> str:
-    """A tensor's name in our format: without `model.`, and with `layers.0.` for SafeAILab's and SpecForge's `midlayer.`."""
-    name = name.removeprefix("model.")
-    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:

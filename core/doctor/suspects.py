@@ -15,6 +15,7 @@ from ..contracts.aux_layers import check_aux_layers
 from ..draft.grouped_query import rope_of
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
+from ..files.spellings import AUX_LAYERS, MASK_TOKEN, value
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,12 @@ class Variant:
         """The changed draft. Whatever does not change is shared with `draft`, which stays as it is."""
         config = deepcopy(draft.config)
         config.update(dict(self.fields))
+        method = draft.algorithm
+        if method is not None:  # some fields are options of its own
+            options = {name: field for name, field in self.fields.items() if name in type(method.options).model_fields}
+            method = type(method)(method.options.model_copy(update=options))
         with torch.device("meta"):
-            made: Any = type(draft)(config, draft.algorithm)
+            made: Any = type(draft)(config, method)
         made.load_state_dict({**draft.state_dict(), **self.state}, strict=False, assign=True)  # fc_norm may be left out
         made.rotary_emb = made.rotary_class(config).to(draft.device)
         return made.eval()
@@ -61,8 +66,8 @@ def aux_layers(draft: Any, target: PreTrainedModel) -> Variants:
     """All aux layers one up or one down, one of them alone, what other fields name, and the usual ones."""
     mine, count = draft.config.aux_layers, target.config.get_text_config().num_hidden_layers
     tried = [tuple(i + shift for i in mine) for shift in (1, -1)]
-    for name, key in (("eagle_config", "eagle_aux_hidden_state_layer_ids"), ("dflash_config", "target_layer_ids")):
-        tried.append(tuple(i + 1 for i in (getattr(draft.config, name, None) or {}).get(key) or ()))
+    stated = draft.config.to_dict()
+    tried += [tuple(i + shift for i in value(stated, name) or ()) for name, shift in AUX_LAYERS.items()]
     with suppress(ForedraftError):  # the target may be too shallow for the usual ones
         tried.append(draft.algorithm.aux_layers(count) or type(draft).aux_layers(target.config, len(mine)))
     tried += [(*mine[:at], mine[at] + shift, *mine[at + 1 :]) for at in range(len(mine)) for shift in (1, -1) if len(mine) > 1]
@@ -82,15 +87,11 @@ def _readable(layers: tuple[int, ...], count: int) -> bool:
 def norms(draft: Any, target: PreTrainedModel) -> Variants:
     """The norm flags flipped; norms before fc cannot be put where there are none. Norms that changed places."""
     config, state = draft.config, draft.state_dict()
-    fused = config.spec.wiring == "fuse" and len(draft.layers) > 0
-    flags = ["norm_output", *(["norm_before_residual"] if fused else []), *(["fc_norm"] if config.fc_norm else [])]
-    for name in flags:
-        yield Variant(f"{name}={not getattr(config, name)}", {name: not getattr(config, name)})
-    if fused:
-        yield Variant(
-            f"norm_output={not config.norm_output} and norm_before_residual={not config.norm_before_residual}",
-            {name: not getattr(config, name) for name in ("norm_output", "norm_before_residual")},
-        )
+    flipped = {name: not getattr(config, name, False) for name in ("norm_output", "norm_before_residual", "fc_norm")}
+    fused = "layers.0.hidden_norm.weight" in state
+    flags = [("norm_output",), *([("norm_before_residual",)] if fused else []), *([] if flipped["fc_norm"] else [("fc_norm",)])]
+    for flip in [*flags, *([("norm_output", "norm_before_residual")] if fused else [])]:
+        yield Variant(" and ".join(f"{name}={flipped[name]}" for name in flip), {name: flipped[name] for name in flip})
     pairs = [("input_layernorm", "hidden_norm"), ("input_layernorm", "post_attention_layernorm"), ("self_attn.q_norm", "self_attn.k_norm")]
     yield from _swaps(pairs, state)
     less = {n: t for n, t in state.items() if n.endswith("norm.weight") or n.startswith("fc_norm.")}
@@ -186,7 +187,7 @@ def order(draft: Any, target: PreTrainedModel) -> Variants:
     """The halves of the first layer's input swapped; the aux states in another order."""
     state, width, count = draft.state_dict(), draft.config.hidden_size, draft.config.num_aux_hidden_states
     wide = {n: t.roll(width, dims=1) for n, t in state.items() if n.startswith("layers.0.self_attn") and t.shape[1:] == (2 * width,)}
-    if draft.config.spec.wiring == "fuse" and wide:
+    if wide:
         yield Variant("features before the embedding in the first layer's input", state=wide)
     chunks = draft.fc.weight.chunk(count, dim=1)
     same = tuple(range(count))
@@ -218,8 +219,7 @@ def mask_token(draft: Any, target: PreTrainedModel) -> Variants:
     config, text = draft.config, target.config.get_text_config()
     if config.mask_token_id is None:
         return
-    others = [getattr(config, name, None) for name in ("ptd_token_id", "pard_token")]
-    others += [(getattr(config, "dflash_config", None) or {}).get("mask_token_id"), config.spec.mask_token_id]
+    others = [*(value(config.to_dict(), name) for name in MASK_TOKEN), config.spec.mask_token_id]
     others += [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
     others += range(config.vocab_size - 1, max(config.vocab_size - 5, 0), -1)
     for token in dict.fromkeys(t for t in others if isinstance(t, int)):
@@ -230,7 +230,7 @@ def mask_token(draft: Any, target: PreTrainedModel) -> Variants:
 def noise(draft: Any, target: PreTrainedModel) -> Variants:
     """What a part of the draft passes on left out."""
     state = draft.state_dict()
-    parts = {"fc": ["fc.weight"], "mask_hidden": ["mask_hidden"]}
+    parts = {name: [name] for name in ("fc.weight", *(n for n in state if "." not in n and n not in ("d2t", "t2d")))}
     parts |= {f"layers.{i}.{part}": [f"layers.{i}.{part}.{end}.weight"] for i in range(len(draft.layers)) for part, end in LAST.items()}
     for part, names in parts.items():
         if all(name in state for name in names):

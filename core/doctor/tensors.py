@@ -1,7 +1,7 @@
 """Checks of the tensors: which are there, their shapes, and what stands in them."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,15 +9,17 @@ from ..contracts.engine import architecture_of
 from ..contracts.finding import Finding, error, note, warning
 from ..errors import ForedraftError
 from ..files.raw import read_tensor
-from ..files.tensor_names import LAYOUTS, QK_NORM, expected_names
-from .subject import Shape, Subject, as_integer, canonical, layer_of
+from ..files.spellings import flat
+from ..files.tensor_names import TARGET_HEAD
+from .plugins import algorithms
+from .subject import Shape, Subject, as_integer, layer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-HARMLESS = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
-"""Ends of names that loaders skip on purpose."""
-NORMED = tuple(f"{norm}.weight" for norm in QK_NORM)
+HARMLESS = "rotary_emb.inv_freq"
+"""End of names that loaders skip on purpose."""
+NORMED = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 TABLES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 """Rows are tokens: told with the sizes of the vocabulary."""
 BIAS = re.compile(r"layers\.\d+\.(self_attn|mlp)\.\w+\.bias")
@@ -34,10 +36,12 @@ def names(s: Subject) -> Iterator[Finding]:
     elsewhere = {*TABLES[1:], *(n for n in s.names if any(qk_norms(s)) and n.endswith(NORMED))} | {
         n for n in both if n.startswith(FLAGGED) or BIAS.fullmatch(n)
     }
+    told = " ".join(f.found for f in algorithms(s))
+    elsewhere |= {n for n in both if "." not in n and n in told}
     if s.miscounted:
         stated = s.integer("num_hidden_layers") or 0
         elsewhere |= {n for n in both if (i := layer_of(n)) is not None and (i not in s.layers or i >= stated)}
-    if missing := sorted(set(needed) - set(s.names) - elsewhere - {"mask_hidden"}):
+    if missing := sorted(set(needed) - set(s.names) - elsewhere):
         yield error(
             "tensors-missing",
             _few(missing),
@@ -52,7 +56,9 @@ def names(s: Subject) -> Iterator[Finding]:
             "set the flags in config.json that ask for them, or leave them out of the file",
         )
     wanted = {n: (None, *asked[1:]) if n in TABLES else asked for n, asked in {**allowed, **needed}.items() if asked}
-    if shapes := [(n, s.shape(n), wanted[n]) for n in s.names if n in wanted and n != "mask_hidden" and not _fits(s.shape(n), wanted[n])]:
+    if shapes := [
+        (n, s.shape(n), wanted[n]) for n in s.names if n in wanted and n not in elsewhere - {*TABLES} and not _fits(s.shape(n), wanted[n])
+    ]:
         yield error(
             "tensors-shape",
             _few(
@@ -64,14 +70,14 @@ def names(s: Subject) -> Iterator[Finding]:
             "loaders refuse the draft, or cut and broadcast",
             "write the sizes of the training into config.json",
         )
-    if len(s.names) < len(s.draft.tensors):
+    if len(s.names) < len(s.ours):
         yield error(
             "tensors-twice",
-            f"{len(s.draft.tensors)} tensors have {len(s.names)} names once `model.` and `midlayer.` are read as engines do",
+            f"{len(s.ours)} tensors have {len(s.names)} names once those of {' and '.join(f.name for f in s.forms)} are read as ours",
             "which one is loaded depends on their order",
             "leave one of each out of the file",
         )
-    if differ := [n for n, file in s.draft.doubles.items() if not _equal(s.load(canonical(n)), _read(file, n))]:
+    if differ := [n for n, file in s.draft.doubles.items() if not _equal(s.load(s.ours.get(n, n)), _read(file, n))]:
         files = sorted({file.name for file in s.draft.doubles.values()})
         yield error(
             "tensors-twice",
@@ -97,83 +103,31 @@ Shapes = dict[str, "tuple[int | None, ...] | None"]
 
 
 def _expected(s: Subject) -> tuple[Shapes, Shapes]:
-    """Needed and allowed tensors with their shapes: for ours, those of the model itself; for others, those of the format."""
-    if exact := _of_the_model(s):
-        return exact, {"embed_tokens.weight": None, "lm_head.weight": None}
-    fields = dict(s.fields)
-    if architecture_of(fields) not in LAYOUTS:  # speculators name none
-        fields["architectures"] = [architecture_by_content(s)]
-    fields["num_aux_hidden_states"] = s.integer("num_aux_hidden_states") or s.chunks or 3
-    needed, allowed = expected_names(fields)
-    if not s.parallel:
-        needed.discard("mask_hidden")
-    if s.fields.get("norm_before_fc") is True:
-        needed |= {"input_norm.weight"}
-    biases = {name.replace(".weight", ".bias") for name in needed if s.fields.get("attention_bias") is True and "self_attn" in name}
-    twins = {f"layers.{i}.hidden_norm.weight" for i in s.layers} if not s.prefix else set()
-    if not s.prefix:  # layers above the first have one norm, under one of two names or both
-        needed -= twins - {"layers.0.hidden_norm.weight"}
-    extra = biases | twins | {"d2t", "t2d"} | {f"layers.{i}.self_attn.{x}_norm.weight" for i in s.layers for x in "qk"}
-    return {n: _shape_of(s, n) for n in needed}, {n: _shape_of(s, n) for n in (allowed | extra) - needed}
-
-
-def _of_the_model(s: Subject) -> Shapes | None:
-    """What a draft made by foredraft saves, from the model itself; None if it cannot be built."""
-    draft = s.built
+    """Needed and allowed tensors with their shapes, where these are told: those of the model that the config describes."""
+    draft = s.model
     if draft is None:
-        return None
+        return {}, {}
     left_out = set(draft._keys_to_ignore_on_save or ())
     shapes: Shapes = {name: tuple(t.shape) for name, t in draft.state_dict().items() if name not in left_out}
-    if not s.prefix:
-        twins = (f"layers.{i}.hidden_norm.weight" for i in range(1, len(draft.layers)))
-        shapes |= {name: shapes[name.replace("hidden_norm", "input_layernorm")] for name in twins}
-    return shapes
-
-
-def architecture_by_content(s: Subject) -> str:
-    """The engines' name for what lies in the file."""
-    if s.prefix:
-        return "DFlashDraftModel"
-    if "kv_lora_rank" in s.fields:
-        return "Eagle3DeepseekV2ForCausalLM"
-    return "Eagle3Qwen3ForCausalLM" if any(n.endswith("self_attn.q_norm.weight") for n in s.names) else "LlamaForCausalLMEagle3"
-
-
-def _shape_of(s: Subject, name: str) -> "tuple[int | None, ...] | None":
-    """The shape a tensor of a grouped-query draft has by the config; None if that does not say."""
-    hidden, heads, inner = s.hidden_size, s.integer("num_attention_heads"), s.integer("intermediate_size")
-    kv = s.integer("num_key_value_heads") or heads
-    head_dim = s.integer("head_dim") or (hidden // heads if hidden and heads else None)
-    read = 2 * hidden if hidden and not s.prefix and name.startswith("layers.0.") else hidden
-    wide, narrow = (n * head_dim if n and head_dim else None for n in (heads, kv))
-    latent = "kv_lora_rank" in s.fields
-    shapes: dict[str, tuple[int | None, ...]] = {
-        "q_proj.weight": (wide, read),
-        "k_proj.weight": (narrow, read),
-        "v_proj.weight": (narrow, read),
-        "o_proj.weight": (hidden, None if latent else wide),
-        "gate_proj.weight": (inner, hidden),
-        "up_proj.weight": (inner, hidden),
-        "down_proj.weight": (hidden, inner),
-        "q_norm.weight": (head_dim,),
-        "k_norm.weight": (head_dim,),
-        "layernorm.weight": (None,) if latent else (hidden,),
-        "hidden_norm.weight": (hidden,),
-        "embed_tokens.weight": (s.vocab_size, None),
-        "lm_head.weight": (s.draft_vocab_size, hidden),
-        "fc.weight": (hidden, None),
-    }
-    if name == "norm.weight":
-        return (hidden,)
-    return next((shape for end, shape in shapes.items() if name.endswith(end)), None)
+    upper = (f"layers.{i}.{{}}.weight" for i in range(1, len(draft.layers)) if not s.prefix)
+    twins = {name.format("hidden_norm"): shapes[name.format("input_layernorm")] for name in upper}
+    if s.built is not None:
+        return shapes | twins, dict.fromkeys(TARGET_HEAD)
+    # A peer's may be read in more than one way: layers above the first have one norm under either name, fc reads what was concatenated.
+    told = all(s.integer(name) for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"))
+    needed = {name: shape if told else None for name, shape in shapes.items() if name not in TARGET_HEAD}
+    if told:
+        needed["fc.weight"] = (s.hidden_size, None)
+    if s.fields.get("norm_before_fc") is True:
+        needed["input_norm.weight"] = None
+    return needed, {"lm_head.weight": shapes.get("lm_head.weight"), "embed_tokens.weight": None, **twins, "d2t": None, "t2d": None}
 
 
 def flags(s: Subject) -> Iterator[Finding]:
     """Norm flags against the tensors that they ask for."""
     for flag, begin, what in (("fc_norm", "fc_norm.", "one norm per aux chunk"), ("norm_before_fc", "input_norm.", "a norm before fc")):
         there = sorted(name for name in s.names if name.startswith(begin))
-        eagle = s.fields.get("eagle_config")
-        said = s.fields.get(flag) is True or (isinstance(eagle, Mapping) and eagle.get(flag) is True)
+        said = True in (s.fields.get(flag), flat(s.fields).get(flag))
         if there and not said and s.spec.get(flag) is not True:
             yield error(
                 f"{flag.replace('_', '-')}-flag",
@@ -228,15 +182,14 @@ def biases(s: Subject) -> Iterator[Finding]:
 
 def qk_norms(s: Subject) -> Iterator[Finding]:
     """Norms on queries and keys in a draft whose architecture has none."""
-    architecture = architecture_of(s.draft.config)
-    layout = LAYOUTS.get(architecture) or (LAYOUTS["LlamaForCausalLMEagle3"] if "Llama" in architecture else None)
+    architecture, (without, with_norms) = architecture_of(s.draft.config), (s.architecture_with(norms) for norms in (False, True))
     there = sorted(name for name in s.names if name.endswith(NORMED))
-    if layout and there and QK_NORM[0] not in layout[1] and architecture_of(s.fields) == architecture:
+    if there and without != with_norms and (architecture == without or "Llama" in architecture):
         yield error(
             "qk-norm-architecture",
             f"the file holds {_few(there)}, and {architecture} has no norms on queries and keys",
             "vLLM refuses the draft, SGLang runs it without these norms",
-            "name Eagle3Qwen3ForCausalLM, and model_type qwen3",
+            f"name {with_norms}, and model_type qwen3",
         )
 
 
@@ -304,8 +257,8 @@ def values(s: Subject) -> Iterator[Finding]:
 
 def _trained(name: str) -> bool:
     """Whether it is a weight that no method leaves at a constant."""
-    known = ("embed_tokens.", "lm_head.", "fc.", "norm.", "hidden_norm.", "layers.", "mask_hidden")
-    return name.startswith(known) and name.endswith(("weight", "mask_hidden"))
+    known = ("embed_tokens.", "lm_head.", "fc.", "norm.", "hidden_norm.", "layers.")
+    return (name.startswith(known) and name.endswith("weight")) or ("." not in name and name not in TABLES)
 
 
 def dtypes(s: Subject) -> Iterator[Finding]:
@@ -318,7 +271,8 @@ def dtypes(s: Subject) -> Iterator[Finding]:
             "save the weights as they were before, as bfloat16",
         )
         return
-    kinds = {info.dtype for n, info in s.draft.tensors.items() if canonical(n) not in ("d2t", "t2d") and "int" not in info.dtype}
+    kinds = {s.draft.tensors[file].dtype for name, file in s.names.items() if name not in ("d2t", "t2d")}
+    kinds = {kind for kind in kinds if "int" not in kind}
     odd = sorted(kinds - {"float32", "bfloat16", "float16", "bool"})
     if odd:
         yield warning("dtype", f"tensors of {', '.join(odd)}", "not every loader takes them", "save them as bfloat16")

@@ -1,11 +1,5 @@
 """The tensors of a draft's file, by the architecture that engines know it by."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from ..contracts.engine import architecture_of, drafts_in_parallel, is_reduced
-from ..contracts.options import MOST
-
 NORMS, MLP = ("input_layernorm", "post_attention_layernorm"), ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 GROUPED = tuple(f"self_attn.{x}_proj" for x in "qkvo")
@@ -36,22 +30,3 @@ def tensor_names(architecture: str, num_layers: int) -> tuple[set[str], str]:
     """The names that a draft of ours holds, and a pattern of those that it may hold. Raises `KeyError` for an unknown architecture."""
     top, layer, optional = LAYOUTS[architecture]
     return {f"{n}.weight" for n in top} | {f"layers.{i}.{n}.weight" for i in range(num_layers) for n in layer}, optional
-
-
-def expected_names(config: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-    """What the flags and sizes of a draft's `config.json`, anybody's, ask for: (needed, allowed beside that).
-
-    Empty for an architecture without a layout, and where the sizes are no numbers or absurd.
-    """
-    architecture, layers, aux = architecture_of(config), config.get("num_hidden_layers"), config.get("num_aux_hidden_states", 3)
-    if architecture not in LAYOUTS or not all(isinstance(n, int) and 0 <= n <= MOST for n in (layers, aux)):
-        return set(), set()
-    assert isinstance(layers, int)
-    needed, _ = tensor_names(architecture, layers)
-    if is_reduced(config):
-        needed |= {"d2t", "lm_head.weight"}
-    if config.get("fc_norm"):
-        needed |= {f"fc_norm.{i}.weight" for i in range(aux)}
-    if drafts_in_parallel(config) and "mask_hidden" in LAYOUTS[architecture][2]:
-        needed.add("mask_hidden")
-    return needed, {"embed_tokens.weight", "lm_head.weight", "t2d", "mask_hidden"} - needed

@@ -1,6 +1,6 @@
 """What a checkpoint holds, told by its content: in whose format it is written, and the algorithm that made it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +67,14 @@ def _before(one: Any, other: Any) -> bool:
     return _told_by(one) > _told_by(other) or issubclass(one, other)
 
 
+def known_by(forms: Iterable[FormatBase], names: Names, config: Config) -> list[FormatBase]:
+    """The formats that recognise a checkpoint."""
+    return [form for form in forms if form.recognises(names, config)]
+
+
 def _form(config: Config, names: Names, registry: Registry) -> FormatBase:
     forms: list[FormatBase] = [cls() for cls in registry.formats().values()]
-    claims = [form for form in forms if form.recognises(names, config)]
+    claims = known_by(forms, names, config)
     claims = [form for form in claims if form.priority == max(c.priority for c in claims)]
     if not claims:
         known = "\n".join(f"    {form.name}: {form.sign}" for form in forms)
