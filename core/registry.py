@@ -51,8 +51,6 @@ class Registry:
     prefer: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._plugins = pluggy.PluginManager(hookspecs.GROUP)
-        self._plugins.add_hookspecs(hookspecs)
         self.broken: list[Broken] = []
         self.registered: list[Registered] = []
         points = metadata.entry_points(group=hookspecs.GROUP) if self.entry_points is None else self.entry_points
@@ -163,26 +161,32 @@ class Registry:
 
     def _load(self, load: Callable[[], Any], name: str, distribution: str) -> None:
         try:
-            module = load()
-            self._plugins.register(module, name=f"{distribution}:{name}")
-            self._plugins.check_pending()
-            offered = [
-                (kind, cls)
-                for kind in KINDS
-                for hook in getattr(self._plugins.hook, f"foredraft_{kind}s").get_hookimpls()
-                if hook.plugin is module
-                for cls in hook.function()
-            ]
+            offered = _offered(load())
             for kind, cls in offered:
                 if problems := _lacking(kind, cls):
                     raise TypeError(f"{kind} {getattr(cls, '__name__', cls)} needs\n    " + "\n    ".join(problems))
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             if isinstance(error, KeyboardInterrupt):
                 raise
-            self._plugins.unregister(name=f"{distribution}:{name}")
             self.broken.append(Broken(name, distribution, f"{type(error).__name__}: {error}"))
         else:
             self.registered += [Registered(kind, cls.name, cls, distribution) for kind, cls in offered]
+
+
+def _offered(module: object) -> list[tuple[str, Any]]:
+    """What the hooks of one plugin return: (kind, class)."""
+    plugins = pluggy.PluginManager(hookspecs.GROUP)
+    plugins.add_hookspecs(hookspecs)
+    plugins.register(module)
+    plugins.check_pending()
+    offered = []
+    for kind in KINDS:
+        hook = getattr(plugins.hook, f"foredraft_{kind}s")
+        results = hook()
+        if len(results) < len(hook.get_hookimpls()):  # pluggy leaves None out
+            raise TypeError(f"foredraft_{kind}s() returned None: it must return a list of classes")
+        offered += [(kind, cls) for classes in results for cls in classes]
+    return offered
 
 
 def _lacking(kind: str, cls: Any) -> list[str]:

@@ -80,7 +80,9 @@ BROKEN = {
     "SystemExit: 3 (in the hook)": SimpleNamespace(foredraft_algorithms=exits),
     NEEDS_ALGORITHM: plugin(Unnamed),
     "TypeError: algorithm int needs\n    to be a subclass of foredraft.AlgorithmBase": plugin(int),
-    "TypeError: 'NoneType' object is not iterable": SimpleNamespace(foredraft_algorithms=forgets_to_return),
+    "TypeError: foredraft_algorithms() returned None: it must return a list of classes": SimpleNamespace(
+        foredraft_algorithms=forgets_to_return
+    ),
     NEEDS_ADAPTER: plugin(type("Untyped", (BaseDraft,), {"name": "untyped", "model_types": "llama", "make_mlp": print})),
 }
 

@@ -240,7 +240,8 @@ class AdapterTests(Conformance):
             if not apart[-1]:
                 break
         else:
-            pytest.skip(f"draft and target do not share {', '.join(min(apart, key=len))}: the draft's layers are not the family's own")
+            least = ", ".join(min(apart, key=lambda names: len(names)))
+            pytest.skip(f"draft and target do not share {least}: the draft's layers are not the family's own")
         out = model(ids := torch.arange(1, 10)[None], output_hidden_states=True)
         context = out.hidden_states[-2]
         hidden = draft.backbone(torch.zeros_like(context), context, Layout(torch.arange(ids.shape[1])[None], Causal()))
