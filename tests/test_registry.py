@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from tiny import tiny_config
 
 from foredraft import AlgorithmBase, BaseDraft, ForedraftError, Registry, auto_draft, default_registry, hookimpl
 from foredraft.errors import nearest
+from foredraft.registry import KINDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -230,6 +232,18 @@ def test_unknown_public_name() -> None:
     with pytest.raises(AttributeError, match="module 'foredraft' has no attribute 'auto_daft'; public names: AlgorithmBase"):
         foredraft.auto_daft  # noqa: B018
     assert all(getattr(foredraft, name) is not None for name in foredraft.__all__)
+
+
+def test_what_is_stable_is_listed() -> None:
+    """On its page: the public names, those of the kit, and the hooks; no other name stands in the first list."""
+    import foredraft
+    from foredraft import testing
+
+    page = (ROOT / "docs/reference/stable.md").read_text()
+    listed = re.findall(r"`(\w+)`", page.split("`from foredraft import ...`:")[1].split("`from foredraft.testing")[0])
+    assert listed == foredraft.__all__
+    hooks = [f"foredraft_{kind}s" for kind in KINDS]
+    assert not [name for name in (*testing.__all__, *hooks) if f"`{name}`" not in page]
 
 
 @pytest.mark.parametrize("folder", ["core", "adapters", "plugins"])

@@ -80,6 +80,26 @@ def test_foredraft_is_the_wheel(stranger: Stranger) -> None:
     assert where.startswith(str(stranger.home / "venv"))
 
 
+SKIPPED = ("torch", "transformers", "datasets")
+
+
+def test_checkers_see_the_public_names(stranger: Stranger) -> None:
+    """mypy, of the installed package: each public name is what it is, none is `Any`, and what is no name is an error."""
+    names = json.loads(stranger.run("python", "-c", "import foredraft, json; print(json.dumps(foredraft.__all__))"))
+    lines = ["import foredraft", *(f"reveal_type(foredraft.{name})" for name in names), "foredraft.no_such_name"]
+    (stranger.home / "names.py").write_text("\n".join(lines) + "\n")
+    heavy = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in SKIPPED)
+    (stranger.home / "mypy.ini").write_text(f"[mypy]\nstrict = True\npython_executable = {stranger.python}\n{heavy}")
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary", "names.py"]
+    out = subprocess.run(command, cwd=stranger.home, capture_output=True, text=True, timeout=300).stdout
+    shown = re.findall(r'^names.py:(\d+): note: Revealed type is "(.*)"$', out, flags=re.M)
+    revealed = {names[int(line) - 2]: text for line, text in shown}
+    assert revealed.keys() == set(names), out
+    assert not [name for name, text in revealed.items() if text == "Any"], out
+    assert "foredraft.contracts.algorithm.AlgorithmBase" in revealed["AlgorithmBase"]
+    assert f'{len(lines)}: error: Module has no attribute "no_such_name"' in out
+
+
 @pytest.mark.parametrize("checks", ["registers or contract or packing", pytest.param("test", marks=pytest.mark.slow)])
 def test_their_suites_pass(stranger: Stranger, checks: str) -> None:
     """As they were written, against the installed packages; in every run a few checks of each."""
