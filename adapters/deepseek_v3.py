@@ -157,13 +157,13 @@ class DeepseekV3MoEDraft(DeepseekV3Draft, DeepseekV3PreTrainedModel):
             )
         return {**super().shape(target), **{name: getattr(target, name) for name in EXPERTS}, "first_k_dense_replace": 0}
 
-    def forward(self, batch: Batch, signal: Signal, counts: Tensor) -> dict[str, Any]:
+    def forward(self, batch: Batch, signal: Signal) -> dict[str, Any]:
         """The training step; the routers are balanced by the load of the step before, so that a recomputed forward routes alike."""
         if self.training:
             for module in self.modules():
                 if isinstance(module, BalancedRouter):
                     module.balance()
-        return super().forward(batch, signal, counts)
+        return super().forward(batch, signal)
 
 
 @hookimpl

@@ -35,7 +35,7 @@ from foredraft.contracts.finding import Finding
 from foredraft.decoding.stats import DraftingStats
 from foredraft.doctor import Runner, diagnose, open_subject
 from foredraft.formats.importing import import_draft
-from foredraft.loss.cross_entropy import estimated_tau
+from foredraft.loss import estimated_tau
 from foredraft.registry import default_registry
 
 FALL, DRAFTED, PROMPT, NEW = 0.1, 4, 6, 32
@@ -166,10 +166,9 @@ def answers(family: str) -> Tensor:
 @torch.no_grad()
 def forced(draft: BaseDraft, family: str) -> float:
     """τ by the shares of the target's own text that the draft foretells, fed with that text."""
-    assert draft.algorithm is not None
     batch = DraftCollator(draft.algorithm)(rows_of(answers(family)))
     signal = Target(target_model(family), draft.config.aux_layers).capture(batch)
-    metrics = draft.algorithm.loss(draft, batch, signal, batch["counts"]).metrics
+    metrics = draft.algorithm.loss(draft, batch, signal).metrics
     return estimated_tau((metrics["correct"] / metrics["count"].clamp(min=1)).tolist())
 
 

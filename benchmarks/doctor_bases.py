@@ -242,14 +242,13 @@ def _train_draft(base: Base, path: Path) -> None:
     target = Target(model, draft.config.aux_layers)
     rows = rows_of(texts(10_000, 512))
     draft.start_from(target, rows)
-    assert draft.algorithm is not None
     collate = DraftCollator(draft.algorithm)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-3)
     draft.train()
     for step in range(base.steps):
         collate.epoch = step // 64
         batch = collate(rows[8 * (step % 64) : 8 * (step % 64) + 8])
-        loss = draft(batch, target.capture(batch), batch["counts"])["loss"]
+        loss = draft(batch, target.capture(batch))["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

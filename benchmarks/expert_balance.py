@@ -24,14 +24,13 @@ def train(speed: float, steps: int, learning_rate: float) -> tuple[float, torch.
     target = Target(model, draft.config.aux_layers)
     rows = rows_of(chain(10_000, 8 * 16))
     draft.start_from(target, rows)
-    assert draft.algorithm is not None
     collate = DraftCollator(draft.algorithm)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=learning_rate)
     losses, load = [], torch.zeros(EXPERTS)
     draft.train()
     for step in range(steps):
         batch = collate(rows[8 * (step % 16) : 8 * (step % 16) + 8])
-        loss = draft(batch, target.capture(batch), batch["counts"])["loss"]
+        loss = draft(batch, target.capture(batch))["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -128,14 +128,13 @@ def trained_draft(family: str, algorithm: str, steps: int = 60) -> tuple[BaseDra
     rows = rows_of(chain(10_000, 8 * 16))
     draft.start_from(target, rows)
     untrained, _ = measure(model, draft.eval(), beginnings())
-    assert draft.algorithm is not None
     collate = DraftCollator(draft.algorithm)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-3)
     draft.train()
     for step in range(steps):
         collate.epoch = step // 16
         batch = collate(rows[8 * (step % 16) : 8 * (step % 16) + 8])
-        draft(batch, target.capture(batch), batch["counts"])["loss"].backward()
+        draft(batch, target.capture(batch))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as folder:

@@ -14,15 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import foredraft.plugins.eagle3 as plugin
 from foredraft import DraftCollator, Target, auto_draft
-from foredraft.loss.cross_entropy import cross_entropy
+from foredraft.loss import reference
 
 VARIANTS = ("fused", "readable loss", "eager attention")
 ROWS, LENGTH, STEPS = 2, 512, 4
-
-
-def readable(states, compute_logits, parameters, *rest):  # type: ignore[no-untyped-def]
-    """The readable loss under the fused one's signature."""
-    return cross_entropy(states, compute_logits, *rest)
 
 
 def build(variant: str):  # type: ignore[no-untyped-def]
@@ -38,14 +33,14 @@ def build(variant: str):  # type: ignore[no-untyped-def]
     rows = [{**row, "input_ids": torch.randint(0, 32_000, (LENGTH,)).tolist(), "row": i} for i in range(ROWS)]
     batch = DraftCollator(draft.algorithm)(rows)
     signal = target.capture(batch)
-    fused, pattern = plugin.fused_cross_entropy, plugin.Unrolled
+    fused, pattern = plugin.chunked, plugin.Unrolled
 
     def step() -> None:
-        plugin.fused_cross_entropy = readable if variant == "readable loss" else fused
+        plugin.chunked = reference if variant == "readable loss" else fused
         plugin.Unrolled = (lambda *a: pattern(*a, backend="eager")) if variant == "eager attention" else pattern
         draft.zero_grad()
-        draft(batch, signal, batch["counts"])["loss"].backward()
-        plugin.fused_cross_entropy, plugin.Unrolled = fused, pattern
+        draft(batch, signal)["loss"].backward()
+        plugin.chunked, plugin.Unrolled = fused, pattern
 
     return step
 

@@ -5,14 +5,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from transformers import AutoConfig, PretrainedConfig
 
-from .contracts.algorithm import AlgorithmBase, DrafterBase
+from .contracts.algorithm import AlgorithmBase
 from .contracts.config import DraftConfigMixin
 from .contracts.spec import DraftSpec
 from .draft.model import BaseDraft
-from .errors import ForedraftError, describe_validation
+from .errors import ForedraftError
 from .files.hub import locate
 from .files.ours import build, load_draft
 from .files.reading import draft_config, read_config
@@ -62,25 +61,13 @@ def auto_draft(
 
 def make_algorithm(name: str, options: Mapping[str, Any], registry: Registry) -> AlgorithmBase:
     """The algorithm `name`, which has a draft model. Raises `ForedraftError` that lists every wrong option, and for one without weights."""
-    made = make_drafter(name, options, registry)
+    made = registry.make_algorithm(name, options)
     if not isinstance(made, AlgorithmBase):
         raise ForedraftError(
             f"algorithm '{name}' has no weights: there is no draft to build, train or export\n"
             f"  run it: foredraft generate (or eval) --algorithm {name}; in Python, foredraft.generate(target, '{name}', ids)"
         )
     return made
-
-
-def make_drafter(name: str, options: Mapping[str, Any], registry: Registry) -> DrafterBase:
-    """The algorithm `name`, with weights or without, its options checked. Raises `ForedraftError` that lists every wrong one."""
-    cls = registry.algorithm(name)
-    try:
-        made: DrafterBase = cls(cls.Options(**options))
-        if isinstance(made, AlgorithmBase):
-            _ = made.spec
-        return made
-    except ValidationError as error:
-        raise ForedraftError(f"algorithm '{name}': " + describe_validation(error, cls.Options.model_fields)) from error
 
 
 def _target_config(fields: Mapping[str, Any], registry: Registry) -> PretrainedConfig:
@@ -112,7 +99,8 @@ def _settled(
 
 def _recorded(draft: BaseDraft, options: Mapping[str, Any]) -> BaseDraft:
     """The draft with changed options in its config, too, so that what is saved says how it was trained."""
-    if options and (method := draft.algorithm) is not None:
+    if options:
+        method = draft.algorithm
         changed = {"options": method.options.model_dump(mode="json"), "max_tokens": method.max_tokens}
         draft.config.update({"foredraft": {**draft.config.foredraft, **changed}, **method.engine_fields(draft.config)})
     return draft

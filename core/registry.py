@@ -8,12 +8,19 @@ from importlib import metadata
 from typing import Any
 
 import pluggy
+from pydantic import ValidationError
 
-from .contracts import DrafterBase, DraftModel, EngineBase, FormatBase, hookspecs
+from .contracts import AlgorithmBase, DrafterBase, DraftModel, EngineBase, FormatBase, ObjectiveBase, hookspecs
 from .contracts.plugin import Plugin
-from .errors import ForedraftError, nearest
+from .errors import ForedraftError, describe_validation, nearest
 
-KINDS: dict[str, type[Plugin]] = {"adapter": DraftModel, "algorithm": DrafterBase, "engine": EngineBase, "format": FormatBase}
+KINDS: dict[str, type[Plugin]] = {
+    "adapter": DraftModel,
+    "algorithm": DrafterBase,
+    "engine": EngineBase,
+    "format": FormatBase,
+    "objective": ObjectiveBase,
+}
 """What plugins bring, by the hooks `foredraft_adapters`, `foredraft_algorithms`, ..., and the contract of each."""
 DEFAULT_ALGORITHM = "eagle3"
 
@@ -81,6 +88,10 @@ class Registry:
         """Format classes by name."""
         return {r.name: r.cls for r in self._unique("format")}
 
+    def objectives(self) -> dict[str, Any]:
+        """Objective classes by name."""
+        return {r.name: r.cls for r in self._unique("objective")}
+
     def adapter(self, name: str) -> Any:
         """The adapter class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
         return self._get("adapter", name)
@@ -96,6 +107,21 @@ class Registry:
     def format(self, name: str) -> Any:
         """The format class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
         return self._get("format", name)
+
+    def objective(self, name: str) -> Any:
+        """The objective class called `name`. Raises `ForedraftError` if there is none, or if two distributions claim it."""
+        return self._get("objective", name)
+
+    def make_algorithm(self, name: str, options: Mapping[str, Any]) -> Any:
+        """The algorithm `name` with its options checked. Raises `ForedraftError` that lists every wrong one."""
+        cls = self.algorithm(name)
+        try:
+            made = cls(cls.Options(**options))
+            if isinstance(made, AlgorithmBase):
+                _ = made.spec
+            return made
+        except ValidationError as error:
+            raise ForedraftError(f"algorithm '{name}': " + describe_validation(error, cls.Options.model_fields)) from error
 
     def adapter_for(self, model_type: str, target: Any = None) -> Any:
         """The adapter class for targets of a `model_type`; where none lists it, a generic one that takes the config `target`.

@@ -1,7 +1,7 @@
 """DFlash: a block of tokens drafted at once, all its slots seeing each other and the target's features before it. arXiv:2602.06036."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -9,17 +9,15 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, ForedraftError, hookimpl
+from foredraft.contracts import DraftModel, Plan, Signal
 from foredraft.contracts.algorithm import Choose, Step
 from foredraft.contracts.draft import Batch, Layout
 from foredraft.contracts.options import Frozen
 from foredraft.decoding import choose_in_turn
+from foredraft.draft import Prefix
 from foredraft.draft.attention import DecodingCache, Full, Masked
 from foredraft.draft.attention.patterns import MaskFunction
-from foredraft.loss.chunked import CHUNK, fused_cross_entropy
-from foredraft.loss.cross_entropy import Labels
-
-if TYPE_CHECKING:
-    from foredraft import BaseDraft, Signal
+from foredraft.loss import CHUNK, Labels, chunked
 
 
 class DFlash(AlgorithmBase):
@@ -27,6 +25,8 @@ class DFlash(AlgorithmBase):
 
     The target's features are keys and values of every layer, never queries. Training draws random anchors in assistant spans.
     """
+
+    needs = ("aux",)
 
     name = "dflash"
     summary = "a block of tokens drafted in one forward, slots seeing each other; the target's own embedding and head"
@@ -52,10 +52,8 @@ class DFlash(AlgorithmBase):
         """A Qwen3-shaped stack over the target's features, between the target's own embedding and head."""
         o = self.options
         return DraftSpec(
-            wiring="prefix",
             num_layers=o.num_layers,
             num_aux=o.num_aux or o.num_layers,
-            context_norm=True,
             qk_norm=True,
             mask_token=True,
             mask_token_id=o.mask_token_id,
@@ -70,6 +68,11 @@ class DFlash(AlgorithmBase):
         if "block_size" not in settled:
             raise ForedraftError("the draft's config.json names no block_size: add what it was trained with")
         return settled
+
+    @property
+    def wiring(self) -> Prefix:
+        """The features as keys and values of every layer."""
+        return Prefix()
 
     @property
     def gamma(self) -> float:
@@ -95,7 +98,7 @@ class DFlash(AlgorithmBase):
         fields = {"mask_token_id": config.mask_token_id, "target_layer_ids": layers}
         return {"dflash_config": fields, "block_size": self.options.block_size}
 
-    def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
+    def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
         """Draw the anchors of every row; `arrange` says what is added to the batch."""
         return self.arrange(batch, [self._draw(*row) for row in zip(batch["spans"], generators, strict=True)])
 
@@ -104,7 +107,7 @@ class DFlash(AlgorithmBase):
         pool = ((spans_S[:-1] >= 0) & (spans_S[:-1] == spans_S[1:])).nonzero()[:, 0]
         return pool[torch.randperm(len(pool), generator=generator)[: self.options.anchors].sort().values]
 
-    def arrange(self, batch: Batch, drawn: Sequence[Tensor]) -> dict[str, Any]:
+    def arrange(self, batch: Batch, drawn: Sequence[Tensor]) -> Plan:
         """The plan for the anchors `drawn[row]`; slot j is trained iff x_a .. x_{a+j} lie in one assistant span.
 
         `anchors` [B, M] are padded with 0: such a block sees no context, and none of its slots is trained. Per drafted
@@ -121,28 +124,25 @@ class DFlash(AlgorithmBase):
         trained_BMK = real_BM[..., None] & (own_BM1 >= 0) & (span_BMK == own_BM1)
         flat_BMK = at_BMK + spans_BS.shape[1] * torch.arange(len(drawn))[:, None, None]
         blocks = [trained_BMK[..., k].flatten().nonzero()[:, 0] for k in range(steps)]
-        return {
-            "anchors": anchors_BM,
-            "queries": [block * steps + k for k, block in enumerate(blocks)],
-            "labels": [flat_BMK[..., k].flatten()[block] for k, block in enumerate(blocks)],
-            "teacher_rows": torch.empty(0, dtype=torch.long),
-            "counts": torch.tensor([len(block) for block in blocks]),
-        }
+        queries = [block * steps + k for k, block in enumerate(blocks)]
+        labels = [flat_BMK[..., k].flatten()[block] for k, block in enumerate(blocks)]
+        counts, nobody = torch.tensor([len(block) for block in blocks]), torch.empty(0, dtype=torch.long)
+        return Plan(counts, nobody, {"anchors": anchors_BM, "queries": queries, "labels": labels})
 
-    def loss(self, draft: "BaseDraft", batch: Batch, signal: "Signal", counts: Tensor) -> Step:
+    def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
         """Cross-entropy against the text, Σ w CE / Σ w with w = exp(-(j-1)/γ) (equation 4); or D-PACE's, see `dpace_weights`."""
         states_ND = self.states(draft, batch, signal.aux_BSA).flatten(0, 1)
         states = [states_ND[query] for query in batch["queries"]]
-        labels = Labels(batch["input_ids"].flatten())
+        labels, counts = Labels(batch["input_ids"].flatten()), batch["counts"]
         if self.options.weighting == "dpace":
-            weights = self._dpace(draft, states, batch, counts)
+            weights = self._dpace(draft, states, batch)
         else:
             decay_K = torch.exp(-torch.arange(len(states), device=counts.device) / self.gamma)
             shares_K = decay_K / (decay_K * counts).sum().clamp(min=1)
-            weights = [share.expand(len(s)) for share, s in zip(shares_K, states, strict=True)]
-        return fused_cross_entropy(states, draft.compute_logits, draft.head_parameters(), labels, batch["labels"], weights, draft.draft_ids)
+            weights = list(shares_K)
+        return chunked(draft, states, labels, batch["labels"], weights)
 
-    def states(self, draft: "BaseDraft", batch: Batch, aux_BSA: Tensor) -> Tensor:
+    def states(self, draft: DraftModel, batch: Batch, aux_BSA: Tensor) -> Tensor:
         """The draft's states at slots 1, 2, ... of every block, [B, M·K, D]."""
         anchors_BM, size = batch["anchors"], self.options.block_size
         context_BSD = draft.project_hidden_states(aux_BSA)
@@ -153,11 +153,11 @@ class DFlash(AlgorithmBase):
         sees = sees_block(anchors_BM, anchors_BM - position_BM, context_BSD.shape[1], size)
         drafted = torch.arange(ids_BMs[0].numel(), device=anchors_BM.device).view(-1, size)[:, 1:].flatten()
         rows_BQ = (context_BSD.shape[1] + drafted).expand(len(anchors_BM), -1)
-        layout = Layout(positions, Masked(sees, rows_BQ), rows_BQ, below=Masked(sees))
+        layout = Layout(positions, Masked(sees), rows_BQ)
         return draft.backbone(draft.embed_input_ids(ids_BMs.flatten(1)), context_BSD, layout)
 
     @torch.no_grad()
-    def _dpace(self, draft: "BaseDraft", states: Sequence[Tensor], batch: Batch, counts: Tensor) -> list[Tensor]:
+    def _dpace(self, draft: DraftModel, states: Sequence[Tensor], batch: Batch) -> list[Tensor]:
         """D-PACE's weights, over the number of blocks: their own sum would cancel what they say of the accepted length."""
         ids, alpha = batch["input_ids"].flatten(), self.options.dpace_alpha
         # An untrained slot ends its block: nothing behind it counts.
@@ -167,7 +167,7 @@ class DFlash(AlgorithmBase):
                 cross_entropy_N = F.cross_entropy(draft.compute_logits(state_ND).float(), ids[label], reduction="none")
                 smoothed_MK[query] = (1 - alpha) * (-cross_entropy_N).exp() + alpha
         weights_MK = dpace_weights(smoothed_MK.view(-1, len(states))).flatten()
-        return [weights_MK[query] / counts[0].clamp(min=1) for query in batch["queries"]]
+        return [weights_MK[query] / batch["counts"][0].clamp(min=1) for query in batch["queries"]]
 
     def drafter(self, draft: Any) -> "BlockDrafter":
         """Drafts a block in one forward."""
@@ -201,7 +201,7 @@ def dpace_weights(smoothed_MK: Tensor) -> Tensor:
 class BlockDrafter:
     """Keeps the keys and values of the target's features; a block's own are forgotten."""
 
-    def __init__(self, draft: "BaseDraft", block_size: int):
+    def __init__(self, draft: DraftModel, block_size: int):
         self.draft, self.block_size, self.cache, self.confirmed = draft, block_size, DecodingCache(), 0
 
     def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:

@@ -1,7 +1,7 @@
 """EAGLE-3: an autoregressive draft on fused target features, trained on its own outputs (training-time test). arXiv:2503.01840."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -9,18 +9,16 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
+from foredraft.contracts import DraftModel, Plan, Signal
 from foredraft.contracts.algorithm import Step
 from foredraft.contracts.draft import Batch, Layout
 from foredraft.contracts.options import Frozen
 from foredraft.data.supervision import reachable
 from foredraft.decoding import AutoregressiveDrafter
-from foredraft.draft.attention import Causal, Unrolled, UnrolledCache
+from foredraft.draft import Fused
+from foredraft.draft.attention import Unrolled, UnrolledCache
 from foredraft.draft.config import eagle_fields
-from foredraft.loss.chunked import fused_cross_entropy
-from foredraft.loss.cross_entropy import Teacher, step_weights
-
-if TYPE_CHECKING:
-    from foredraft import BaseDraft, Signal
+from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
 
 
 class Eagle3(AlgorithmBase):
@@ -45,22 +43,28 @@ class Eagle3(AlgorithmBase):
         norm_output: bool = Field(False, description="feed back the post-norm state (EAGLE-3.1)")
         norm_before_residual: bool = Field(False, description="the layer adds to the normed features (speculators' default)")
         qk_norm: bool = Field(False, description="norms on queries and keys: a Qwen3-shaped draft")
+        loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
 
     @property
     def spec(self) -> DraftSpec:
+        """One layer, as a rule."""
+        o = self.options
+        return DraftSpec(num_layers=o.num_layers, num_aux=o.num_aux, qk_norm=o.qk_norm)
+
+    @property
+    def wiring(self) -> Fused:
         """A first layer that reads embedding and features side by side."""
         o = self.options
-        return DraftSpec(**{name: getattr(o, name) for name in DraftSpec.model_fields.keys() & type(o).model_fields.keys()})
+        return Fused(fc_norm=o.fc_norm, norm_output=o.norm_output, norm_before_residual=o.norm_before_residual)
 
     def engine_fields(self, config: Any) -> dict[str, Any]:
-        """The aux layers once more, in SGLang's convention."""
-        return eagle_fields(config)
+        """The wiring's flags, and the aux layers once more, in SGLang's convention."""
+        return {**self.wiring.fields, **eagle_fields(config)}
 
-    def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
+    def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
         """The slots that serving reaches: x_{t+1} .. x_{t+2+k} in one assistant span of x_t's document.
 
-        `slots` [B, Q] are those of step 0, padded with slot 0; `teacher_rows` [R] index the flattened [B·S]. Per step,
-        `queries[k]` [N_k] index the flattened [B·Q] and `teachers[k]` [N_k] the teacher rows; `counts` [K] are the N_k.
+        `slots` [B, Q] are those of step 0, padded with slot 0; `queries[k]` [N_k] index the flattened [B·Q].
         """
         spans_BS, documents_BS = batch["spans"], batch["documents"]
         length = spans_BS.shape[1]
@@ -72,34 +76,22 @@ class Eagle3(AlgorithmBase):
             at = [mask_S[s].nonzero()[:, 0] for s, mask_S in zip(slots, mask_BS, strict=True)]
             queries.append(torch.cat([b * width + q for b, q in enumerate(at)]))
             rows.append(torch.cat([b * length + slots[b][q] + 1 + k for b, q in enumerate(at)]))
-        teacher_rows, inverse = torch.cat(rows).unique(return_inverse=True)
-        counts = [len(q) for q in queries]
-        return {
-            "slots": torch.stack([F.pad(s, (0, width - len(s))) for s in slots]),
-            "queries": queries,
-            "teachers": list(inverse.split(counts)),
-            "teacher_rows": teacher_rows,
-            "counts": torch.tensor(counts),
-        }
+        return Plan.taught(queries, rows, slots=torch.stack([F.pad(s, (0, width - len(s))) for s in slots]))
 
-    def loss(self, draft: "BaseDraft", batch: Batch, signal: "Signal", counts: Tensor) -> Step:
-        """Soft cross-entropy of every step, Σ 0.8^k L_k / Σ 0.8^k with L_k the mean over supervised slots."""
+    def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
+        """The objective at every step, Σ 0.8^k L_k / Σ 0.8^k with L_k the mean over supervised slots."""
         states = self.unroll(draft, batch, signal.aux_BSA)
         shares = step_weights(len(states), self.options.step_decay)
-        return fused_cross_entropy(
+        return chunked(
+            draft,
             [state_BQD.flatten(0, 1)[query] for state_BQD, query in zip(states, batch["queries"], strict=True)],
-            draft.compute_logits,
-            draft.head_parameters(),
             Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
             batch["teachers"],
-            [
-                (share / counts[k].clamp(min=1)).expand(len(query))
-                for k, (share, query) in enumerate(zip(shares, batch["queries"], strict=True))
-            ],
-            draft.draft_ids,
+            [share / count.clamp(min=1) for share, count in zip(shares, batch["counts"], strict=True)],
+            objective(self.options.loss),
         )
 
-    def unroll(self, draft: "BaseDraft", batch: Batch, aux_BSA: Tensor) -> list[Tensor]:
+    def unroll(self, draft: DraftModel, batch: Batch, aux_BSA: Tensor) -> list[Tensor]:
         """The draft's states at `batch["slots"]` after each step: K tensors [B, Q, D]."""
         ids_BS, slots_BQ, positions_BS = batch["input_ids"], batch["slots"], batch["positions"]
         last = ids_BS.shape[1] - 1
@@ -107,7 +99,7 @@ class Eagle3(AlgorithmBase):
         cache = UnrolledCache()
         context = draft.project_hidden_states(aux_BSA)
         embeds = draft.embed_input_ids(ids_BS.roll(-1, dims=1))
-        hidden_BQD = draft.backbone(embeds, context, Layout(positions_BS, pattern, slots_BQ, below=Causal(batch["documents"])), cache)
+        hidden_BQD = draft.backbone(embeds, context, Layout(positions_BS, pattern, slots_BQ), cache)
         states = [hidden_BQD]
         positions_BQ = positions_BS.gather(1, slots_BQ)
         for k in range(1, self.options.ttt_steps):

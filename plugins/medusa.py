@@ -1,7 +1,7 @@
 """Medusa: one small head per position to draft, all reading the target's features at once. arXiv:2401.10774."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -9,16 +9,14 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
+from foredraft.contracts import DraftModel, Plan, Signal
 from foredraft.contracts.algorithm import Choose, Step
 from foredraft.contracts.draft import Batch
 from foredraft.contracts.options import Frozen
 from foredraft.data.supervision import reachable
 from foredraft.decoding import choose_in_turn
-from foredraft.loss.chunked import fused_cross_entropy
-from foredraft.loss.cross_entropy import Teacher, step_weights
-
-if TYPE_CHECKING:
-    from foredraft import BaseDraft, Signal
+from foredraft.draft import Fused
+from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
 
 
 class ResidualHead(nn.Module):
@@ -48,6 +46,7 @@ class Medusa(AlgorithmBase):
         num_heads: int = Field(4, ge=1, le=512, description="positions drafted, a head each")
         num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
         head_decay: float = Field(0.8, gt=0, le=1, description="weight of each head relative to the one before (the paper's λ_k)")
+        loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
 
     @property
     def spec(self) -> DraftSpec:
@@ -55,35 +54,37 @@ class Medusa(AlgorithmBase):
         return DraftSpec(num_layers=0, num_aux=self.options.num_aux, architecture="MedusaDraftModel")
 
     @property
+    def wiring(self) -> Fused:
+        """The aux states through fc; the heads stand on it."""
+        return Fused()
+
+    @property
     def max_tokens(self) -> int:
         """One per head."""
         return int(self.options.num_heads)
 
-    def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
+    def modules(self, draft: DraftModel) -> dict[str, nn.Module | nn.Parameter]:
         """The heads."""
-        return {"heads": nn.ModuleList(ResidualHead(config.hidden_size) for _ in range(self.options.num_heads))}
+        return {"heads": nn.ModuleList(ResidualHead(draft.config.hidden_size) for _ in range(self.options.num_heads))}
 
-    def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
-        """Per head k, `slots[k]` [N_k] in the flattened [B·S]: those with x_{t+1} .. x_{t+2+k} in one span of x_t's document."""
+    def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
+        """Per head k, `queries[k]` [N_k] in the flattened [B·S]: those with x_{t+1} .. x_{t+2+k} in one span of x_t's document."""
         masks = [reachable(batch["spans"], batch["documents"], k) for k in range(self.options.num_heads)]
         slots = [mask_BS.flatten().nonzero()[:, 0] for mask_BS in masks]
-        teacher_rows, inverse = torch.cat([s + 1 + k for k, s in enumerate(slots)]).unique(return_inverse=True)
-        counts = [len(s) for s in slots]
-        return {"slots": slots, "teachers": list(inverse.split(counts)), "teacher_rows": teacher_rows, "counts": torch.tensor(counts)}
+        return Plan.taught(slots, [s + 1 + k for k, s in enumerate(slots)])
 
-    def loss(self, draft: "BaseDraft", batch: Batch, signal: "Signal", counts: Tensor) -> Step:
-        """Σ λ_k L_k / Σ λ_k, L_k the mean soft cross-entropy of head k (equation 1)."""
+    def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
+        """Σ λ_k L_k / Σ λ_k, L_k the mean objective of head k (equation 1)."""
         heads: Any = draft.heads
         features_ND = draft.project_hidden_states(signal.aux_BSA).flatten(0, 1)
         shares = step_weights(len(heads), self.options.head_decay)
-        return fused_cross_entropy(
-            [head(features_ND[slots]) for head, slots in zip(heads, batch["slots"], strict=True)],
-            draft.compute_logits,
-            draft.head_parameters(),
+        return chunked(
+            draft,
+            [head(features_ND[slots]) for head, slots in zip(heads, batch["queries"], strict=True)],
             Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
             batch["teachers"],
-            [(share / n.clamp(min=1)).expand(len(slots)) for share, n, slots in zip(shares, counts, batch["slots"], strict=True)],
-            draft.draft_ids,
+            [share / count.clamp(min=1) for share, count in zip(shares, batch["counts"], strict=True)],
+            objective(self.options.loss),
         )
 
     def drafter(self, draft: Any) -> "MedusaDrafter":
@@ -94,7 +95,7 @@ class Medusa(AlgorithmBase):
 class MedusaDrafter:
     """Keeps nothing: the newest features say it all."""
 
-    def __init__(self, draft: "BaseDraft"):
+    def __init__(self, draft: DraftModel):
         self.draft: Any = draft
 
     def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:

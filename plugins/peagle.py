@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -10,6 +10,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
+from foredraft.contracts import DraftModel, Plan, Signal
 from foredraft.contracts.algorithm import Choose, Step
 from foredraft.contracts.draft import Batch, Layout
 from foredraft.contracts.engine import Files
@@ -17,14 +18,11 @@ from foredraft.contracts.finding import Finding, error
 from foredraft.contracts.options import Frozen
 from foredraft.data.supervision import reachable
 from foredraft.decoding import choose_in_turn
+from foredraft.draft import Fused
 from foredraft.draft.attention import Causal, DecodingCache, Masked
 from foredraft.draft.attention.patterns import MaskFunction
 from foredraft.draft.config import eagle_fields
-from foredraft.loss.chunked import fused_cross_entropy
-from foredraft.loss.cross_entropy import Teacher
-
-if TYPE_CHECKING:
-    from foredraft import BaseDraft, Signal
+from foredraft.loss import Loss, Teacher, chunked, objective
 
 
 class PEagle(AlgorithmBase):
@@ -49,28 +47,35 @@ class PEagle(AlgorithmBase):
         num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
         fc_norm: bool = Field(False, description="norm each aux chunk (of mask_hidden, too) before fc")
         qk_norm: bool = Field(False, description="norms on queries and keys: a Qwen3-shaped draft")
+        loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
         mask_token_id: int | None = Field(None, ge=0, description="stands for tokens not known yet; default: one that the data never uses")
 
     @property
     def spec(self) -> DraftSpec:
         """EAGLE-3's draft with a mask token."""
         o = self.options
-        shape = {"num_layers": o.num_layers, "num_aux": o.num_aux, "fc_norm": o.fc_norm, "qk_norm": o.qk_norm}
+        shape = {"num_layers": o.num_layers, "num_aux": o.num_aux, "qk_norm": o.qk_norm}
         return DraftSpec(**shape, mask_token=True, mask_token_id=o.mask_token_id)
+
+    @property
+    def wiring(self) -> Fused:
+        """EAGLE-3's."""
+        return Fused(fc_norm=self.options.fc_norm)
 
     @property
     def max_tokens(self) -> int:
         """One per depth: deeper ones were not trained."""
         return int(self.options.num_depths)
 
-    def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
+    def modules(self, draft: DraftModel) -> dict[str, nn.Module | nn.Parameter]:
         """`mask_hidden` [1, 1, A], small: it enters the residual stream, where a large one is noise to all depths."""
+        config = draft.config
         width = config.num_aux_hidden_states * config.target_hidden_size
         return {"mask_hidden": nn.Parameter(torch.randn(1, 1, width) * config.initializer_range)}
 
     def engine_fields(self, config: Any) -> dict[str, Any]:
-        """The aux layers in SGLang's convention, and the mask token by the other names that engines look for."""
-        return {**eagle_fields(config), "ptd_token_id": config.mask_token_id, "pard_token": config.mask_token_id}
+        """The wiring's flags, the aux layers in SGLang's convention, and the mask token by the other names that engines look for."""
+        return {**self.wiring.fields, **eagle_fields(config), "ptd_token_id": config.mask_token_id, "pard_token": config.mask_token_id}
 
     @classmethod
     def findings(cls, draft: Files) -> list[Finding]:
@@ -92,7 +97,7 @@ class PEagle(AlgorithmBase):
         breaks = "it is read in place of the concatenated aux states, before fc"
         return [error("mask-hidden-shape", found, breaks, "export it anew in that space")]
 
-    def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
+    def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
         """Draw the anchors of every row; `arrange` says what is added to the batch."""
         reached_KBS = [reachable(batch["spans"], batch["documents"], d) for d in range(self.options.num_depths)]
         return self.arrange(batch, [self._draw(*row) for row in zip(zip(*reached_KBS, strict=True), generators, strict=True)])
@@ -106,12 +111,11 @@ class PEagle(AlgorithmBase):
             drawn.append(pool[torch.randperm(len(pool), generator=generator)[:count].sort().values])
         return drawn
 
-    def arrange(self, batch: Batch, drawn: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
+    def arrange(self, batch: Batch, drawn: Sequence[Sequence[Tensor]]) -> Plan:
         """The plan for the anchors `drawn[row][depth]`.
 
         `anchors` and `depths` [B, E] are the elements: every slot at depth 0, then those drawn at depths 1, 2, ..., then padding.
-        `supervised` [B, Q] are those with a loss, padded with slot 0. Per depth, `queries[d]` [N_d] index the flattened [B·Q] and
-        `teachers[d]` [N_d] the teacher rows; `teacher_rows` [R] index the flattened [B·S]; `counts` [K] are the N_d.
+        `supervised` [B, Q] are those with a loss, padded with slot 0. Per depth, `queries[d]` [N_d] index the flattened [B·Q].
         """
         rows, length = batch["input_ids"].shape
         num_depths, slots_S = self.options.num_depths, torch.arange(length)
@@ -123,39 +127,29 @@ class PEagle(AlgorithmBase):
         depth_of_query_N = _stack(depth_of, -1).flatten()
         queries = [(depth_of_query_N == d).nonzero()[:, 0] for d in range(num_depths)]
         at_BQ = length * torch.arange(rows)[:, None] + (anchors_BE + depths_BE).gather(1, supervised_BQ) + 1
-        teacher_rows, inverse = at_BQ.flatten()[torch.cat(queries)].unique(return_inverse=True)
-        counts = [len(q) for q in queries]
-        return {
-            "anchors": anchors_BE,
-            "depths": depths_BE,
-            "supervised": supervised_BQ,
-            "queries": queries,
-            "teachers": list(inverse.split(counts)),
-            "teacher_rows": teacher_rows,
-            "counts": torch.tensor(counts),
-        }
+        taught = [at_BQ.flatten()[query] for query in queries]
+        return Plan.taught(queries, taught, anchors=anchors_BE, depths=depths_BE, supervised=supervised_BQ)
 
-    def loss(self, draft: "BaseDraft", batch: Batch, signal: "Signal", counts: Tensor) -> Step:
-        """Soft cross-entropy, the mean over all drawn elements of all depths."""
+    def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
+        """The mean objective over all drawn elements of all depths."""
         states_ND = self.states(draft, batch, signal.aux_BSA).flatten(0, 1)
-        share = 1 / counts.sum().clamp(min=1)
-        return fused_cross_entropy(
+        share = 1 / batch["counts"].sum().clamp(min=1)
+        return chunked(
+            draft,
             [states_ND[query] for query in batch["queries"]],
-            draft.compute_logits,
-            draft.head_parameters(),
             Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
             batch["teachers"],
-            [share.expand(len(query)) for query in batch["queries"]],
-            draft.draft_ids,
+            [share] * len(batch["queries"]),
+            objective(self.options.loss),
         )
 
-    def states(self, draft: "BaseDraft", batch: Batch, aux_BSA: Tensor) -> Tensor:
+    def states(self, draft: DraftModel, batch: Batch, aux_BSA: Tensor) -> Tensor:
         """The draft's states at `batch["supervised"]`, [B, Q, D]."""
         ids_BS, anchors_BE, depths_BE, rows_BQ = (batch[name] for name in ("input_ids", "anchors", "depths", "supervised"))
         sees = sees_earlier(anchors_BE, depths_BE, batch["documents"])
         embeds, context = with_masks(draft, ids_BS.roll(-1, dims=1), aux_BSA, anchors_BE.shape[1] - ids_BS.shape[1])
         positions = batch["positions"].gather(1, anchors_BE) + depths_BE
-        return draft.backbone(embeds, context, Layout(positions, Masked(sees, rows_BQ), rows_BQ, below=Masked(sees)))
+        return draft.backbone(embeds, context, Layout(positions, Masked(sees), rows_BQ))
 
     def drafter(self, draft: Any) -> "ParallelDrafter":
         """Drafts a chain in one forward."""
@@ -176,7 +170,7 @@ def sees_earlier(anchors_BE: Tensor, depths_BE: Tensor, documents_BS: Tensor) ->
     return sees
 
 
-def with_masks(draft: "BaseDraft", ids_BN: Tensor, aux_BNA: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def with_masks(draft: DraftModel, ids_BN: Tensor, aux_BNA: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Embeddings and context of N known slots and `count` masked ones behind them, each [B, N + count, D]."""
     embeds = draft.embed_input_ids(F.pad(ids_BN, (0, count), value=draft.config.mask_token_id))
     mask_hidden: Any = draft.mask_hidden
@@ -190,7 +184,7 @@ class ParallelDrafter:
     In a chain from the newest slot, what an element may see (`sees_earlier`) is all that stands before it: attention is causal.
     """
 
-    def __init__(self, draft: "BaseDraft", num_depths: int):
+    def __init__(self, draft: DraftModel, num_depths: int):
         self.draft, self.num_depths, self.cache, self.confirmed = draft, num_depths, DecodingCache(), 0
 
     def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
@@ -200,8 +194,7 @@ class ParallelDrafter:
         self.cache.crop(start)
         embeds, context = with_masks(self.draft, ids[None, start + 1 : self.confirmed + 1], aux_1NA, limit - 1)
         positions = torch.arange(start, self.confirmed + limit - 1, device=ids.device)[None]
-        rows = torch.arange(fresh - 1, fresh - 1 + limit, device=ids.device)[None]
-        hidden_1QD = self.draft.backbone(embeds, context, Layout(positions, Causal(), rows, below=Causal()), self.cache)
+        hidden_1QD = self.draft.backbone(embeds, context, Layout(positions, Causal(), limit), self.cache)
         return choose_in_turn(self.draft.compute_logits(hidden_1QD)[0], choose)
 
 

@@ -100,7 +100,7 @@ class Speculators(FormatBase):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         config, fields = draft.config, draft.config.to_dict()
-        extra = set(draft.algorithm.modules(config)) - {"mask_hidden"}
+        extra = set(draft.algorithm.modules(draft)) - {"mask_hidden"}
         if algorithm is None or algorithm not in MODELS or extra or fields["model_type"] not in ("llama", "qwen3"):
             reason = f"adds {', '.join(sorted(extra))}" if extra else f"is a {fields['model_type']} of {config.num_hidden_layers} layers"
             raise ForedraftError(

@@ -58,7 +58,7 @@ class TestUnrolled:
     @pytest.mark.parametrize("steps", range(5))
     def test_equals_brute_force(self, steps: int, backend: Backend) -> None:
         q, keys, values, weights = unrolled_inputs(steps)
-        ours = Unrolled(DOCUMENTS, SLOTS, backend).attend(q, keys, values, SCALE)
+        ours = Unrolled(DOCUMENTS, SLOTS, backend).attend(q, keys, values, SCALE, SLOTS)
         reference = brute_force(q, keys, values, DOCUMENTS, SLOTS)
         inputs = [q, *keys, *values]
         assert_close(outcome(ours, weights, inputs), outcome(reference, weights, inputs), rtol=1e-5, atol=1e-6)
@@ -66,7 +66,7 @@ class TestUnrolled:
     def test_as_many_key_heads_as_query_heads(self) -> None:
         q, keys, values, weights = unrolled_inputs(2)
         keys, values = ([x.repeat_interleave(2, dim=1).detach().requires_grad_() for x in xs] for xs in (keys, values))
-        ours = Unrolled(DOCUMENTS, SLOTS).attend(q, keys, values, SCALE)
+        ours = Unrolled(DOCUMENTS, SLOTS).attend(q, keys, values, SCALE, SLOTS)
         inputs = [q, *keys, *values]
         assert_close(
             outcome(ours, weights, inputs), outcome(brute_force(q, keys, values, DOCUMENTS, SLOTS), weights, inputs), rtol=1e-5, atol=1e-6
@@ -122,10 +122,10 @@ class TestCausal:
         queries, known, with_documents, with_rows = self.CASES[case]
         q, k, v = heads(HEADS, queries), heads(KV_HEADS, known), heads(KV_HEADS, known)
         weights = torch.randn(q.shape)
-        pattern = Causal(DOCUMENTS if with_documents else None, SLOTS if with_rows else None, backend)
+        pattern = Causal(DOCUMENTS if with_documents else None, backend)
         documents = DOCUMENTS if with_documents else torch.zeros_like(DOCUMENTS)
         rows = SLOTS if with_rows else torch.arange(known - queries, known).expand(2, -1)
-        ours, reference = pattern.attend(q, [k], [v], SCALE), brute_force(q, [k], [v], documents, rows)
+        ours, reference = pattern.attend(q, [k], [v], SCALE, SLOTS if with_rows else None), brute_force(q, [k], [v], documents, rows)
         assert_close(outcome(ours, weights, [q, k, v]), outcome(reference, weights, [q, k, v]), rtol=1e-5, atol=1e-6)
 
 
@@ -149,9 +149,9 @@ class TestBackbone:
         slots, documents, positions = batch["slots"], batch["documents"], batch["positions"]
         embeds, context = draft.embed_input_ids(batch["input_ids"].roll(-1, 1)), draft.project_hidden_states(aux_BSA)
         whole = draft.backbone(embeds, context, Layout(positions, Causal(documents)))
-        some = Layout(positions, Causal(documents, slots), slots, below=Causal(documents))
+        some = Layout(positions, Causal(documents), slots)
         assert_close(draft.backbone(embeds, context, some), take_rows(whole, slots), rtol=1e-5, atol=1e-5)
-        unrolled = Layout(positions, Unrolled(documents, slots), slots, below=Causal(documents))
+        unrolled = Layout(positions, Unrolled(documents, slots), slots)
         assert_close(draft.backbone(embeds, context, unrolled, UnrolledCache()), take_rows(whole, slots), rtol=1e-5, atol=1e-5)
 
     def test_unrolled_equals_decoding(self, case: tuple[Any, dict[str, Any], Tensor]) -> None:
@@ -224,7 +224,7 @@ class TestMasked:
         (q, k, v), sees, rows_BQ = self.case(rows)
         results = []
         for backend in ("eager", "auto"):
-            out = Masked(sees, rows_BQ, backend).attend(q, [k], [v], 0.3)
+            out = Masked(sees, backend).attend(q, [k], [v], 0.3, rows_BQ)
             results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
         for mine, reference in zip(*results, strict=True):
             torch.testing.assert_close(mine, reference)
@@ -235,8 +235,8 @@ class TestMasked:
         q, k, v = (t.detach() for t in (q, k, v))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # uncompiled: it materialises the scores, which is what a test may do
-            flex = Masked(sees, rows_BQ, "flex").attend(q, [k], [v], 0.3)
-            eager = Masked(sees, rows_BQ, "eager").attend(q, [k], [v], 0.3)
+            flex = Masked(sees, "flex").attend(q, [k], [v], 0.3, rows_BQ)
+            eager = Masked(sees, "eager").attend(q, [k], [v], 0.3, rows_BQ)
         torch.testing.assert_close(flex, eager)
 
     @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -246,10 +246,10 @@ class TestMasked:
         q, k, v = (t.detach() for t in (q, k, v))
         made = []
         monkeypatch.setattr(patterns, "block_mask", lambda *asked: made.append(asked) or block_mask(*asked))
-        pattern = Masked(sees, rows_BQ, "flex")
+        pattern = Masked(sees, "flex")
         for keys, times in ((k.shape[2], 1), (k.shape[2], 1), (k.shape[2] - 1, 2)):
             entry = [k[:, :, :keys]], [v[:, :, :keys]]
-            assert_close(pattern.attend(q, *entry, 0.3), Masked(sees, rows_BQ, "eager").attend(q, *entry, 0.3))
+            assert_close(pattern.attend(q, *entry, 0.3, rows_BQ), Masked(sees, "eager").attend(q, *entry, 0.3, rows_BQ))
             assert len(made) == times
 
     def test_full_sees_every_key(self) -> None:
@@ -270,16 +270,17 @@ def attend_where(visible_BQK: Tensor, q_BHQd: Tensor, keys: Sequence[Tensor], va
 def test_every_pattern_attends_where_it_says(name: str, entries: list[int]) -> None:
     """`visible`, which pictures are drawn from, is what `attend` does."""
     patterns: dict[str, Any] = {
-        "Causal": Causal(DOCUMENTS, SLOTS),
+        "Causal": Causal(DOCUMENTS),
         "Unrolled": Unrolled(DOCUMENTS, SLOTS),
-        "Masked": Masked(lambda b, h, q, k: (q - k).abs() + b < 3, SLOTS),
+        "Masked": Masked(lambda b, h, q, k: (q - k).abs() + b < 3),
         "Full": Full(),
     }
     if name != "Unrolled":
         entries = entries[:1]
+    rows = SLOTS if len(entries) == 1 else None
     torch.manual_seed(0)
     q = torch.randn(2, HEADS, 6, DIM)
     keys, values = ([torch.randn(2, KV_HEADS, n, DIM) for n in entries] for _ in range(2))
-    visible = patterns[name].visible(2, 6, entries)
+    visible = patterns[name].visible(2, 6, entries, rows)
     assert visible.shape == (2, 6, sum(entries))
-    assert_close(patterns[name].attend(q, keys, values, SCALE), attend_where(visible, q, keys, values))
+    assert_close(patterns[name].attend(q, keys, values, SCALE, rows), attend_where(visible, q, keys, values))

@@ -88,9 +88,7 @@ class TestDeepseekV3MoE(OneConfig):
         topk_group=1,
         moe_intermediate_size=16,
     )
-    expected_failures: ClassVar[dict[str, str]] = {
-        "test_dtypes[prefix-bfloat16]": "routing is a choice, which rounding changes",
-    }
+    expected_failures: ClassVar[dict[str, str]] = {}
 
 
 class OneMethod(AlgorithmTests):

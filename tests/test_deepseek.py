@@ -165,7 +165,7 @@ def test_config_and_tensors_are_what_engines_read(tmp_path: Path) -> None:
 def step(model: Any, draft: Any, rows: list[dict[str, Any]], counts: Tensor | None = None) -> Tensor:
     """The loss of a batch; gradients are added up."""
     batch = tiny_batch(draft.algorithm, rows)
-    loss: Tensor = draft(batch, tiny_signal(model, draft, batch), batch["counts"] if counts is None else counts)["loss"]
+    loss: Tensor = draft(batch if counts is None else {**batch, "counts": counts}, tiny_signal(model, draft, batch))["loss"]
     loss.backward()
     return loss
 

@@ -43,7 +43,7 @@ def test_a_step_never_leaves_its_device(step: str, monkeypatch: pytest.MonkeyPat
     model.to("meta")
     batch = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch)
     states = (x.to("meta") for x in (signal.aux_BSA, signal.hidden_BST, signal.top_R, signal.logsumexp_R))
-    out = draft(batch, Signal(*states, signal.head), batch["counts"])
+    out = draft(batch, Signal(*states, signal.head))
     out["loss"].backward()
     assert {x.device.type for x in (out["loss"], *out["metrics"].values())} == {"meta"}
     assert all(p.grad is not None for p in draft.parameters() if p.requires_grad)

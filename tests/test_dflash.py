@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigged import letter_tokenizer, predictable_target, trainer_of, written_by, written_rows
 from safetensors import safe_open
-from tiny import Document, gradients, tiny_batch, tiny_document, tiny_draft, tiny_rows, tiny_signal, tiny_target
+from tiny import Document, backbone_calls, gradients, tiny_batch, tiny_document, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -151,7 +151,7 @@ class TestMask:
         chosen = torch.arange(queries).view(-1, 5)[:, 1:].flatten()
         rows_BQ = (41 + chosen).expand(2, -1)
         q, k, v = torch.randn(2, 4, len(chosen), 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)
-        out = Masked(self.mask_of(batch, 5), rows_BQ, backend).attend(q, [k], [v], 0.3)
+        out = Masked(self.mask_of(batch, 5), backend).attend(q, [k], [v], 0.3, rows_BQ)
         wide_k, wide_v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
         assert_close(out, unrolled_eager(q, [wide_k], [wide_v], mask_BQK[:, None, chosen], 0.3), rtol=1e-4, atol=1e-5)
 
@@ -165,7 +165,7 @@ class TestLoss:
             draft.lm_head.weight.mul_(3)
         batch = tiny_batch(draft.algorithm, ROWS)
         signal = tiny_signal(MODEL, draft, batch)
-        out = draft(batch, signal, batch["counts"])
+        out = draft(batch, signal)
         out["loss"].backward()
         found = gradients(draft)
         logits_BMKW = draft.compute_logits(draft.algorithm.states(draft, batch, signal.aux_BSA)).unflatten(1, (-1, BLOCK - 1))
@@ -202,7 +202,7 @@ class TestLoss:
         draft = draft_of(1, weighting="dpace")
         draft.lm_head.weight.data.mul_(1e4)
         batch = tiny_batch(draft.algorithm, tiny_rows([["uaaaa"]], high=49))
-        out = draft(batch, tiny_signal(MODEL, draft, batch), batch["counts"])
+        out = draft(batch, tiny_signal(MODEL, draft, batch))
         assert (out["metrics"]["cross_entropy"] > 500).all()
         weights = torch.tensor([0.5 + 0.25 + 0.125, 0.25 + 0.125, 0.125, 0.5 + 0.25, 0.25, 0.5])
         states_ND = draft.algorithm.states(draft, batch, tiny_signal(MODEL, draft, batch).aux_BSA)[0]
@@ -238,7 +238,7 @@ class TestOnDisk:
         loaded = auto_draft(save_draft(draft, tmp_path / "draft"))
         batch = tiny_batch(draft.algorithm, ROWS)
         with pytest.raises(ForedraftError, match=r"call draft.take_head\(target\)"):
-            loaded(batch, tiny_signal(MODEL, draft, batch), batch["counts"])
+            loaded(batch, tiny_signal(MODEL, draft, batch))
         loaded.take_head(MODEL)
         assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in draft.state_dict().items())
         assert [n for n, p in loaded.named_parameters() if not p.requires_grad] == ["embed_tokens.weight", "lm_head.weight"]
@@ -320,15 +320,14 @@ class TestTraining:
 def test_blocks_are_one_forward_each_and_lossless(tmp_path: Path) -> None:
     """A loaded draft: one backbone call per verification; the text is the target's own, stopped anywhere."""
     loaded = auto_draft(save_draft(draft_of(), tmp_path / "draft"))
-    widths: list[int] = []
-    loaded.layers.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
+    calls = backbone_calls(loaded)
     ids = torch.tensor([tiny_document("uuuuuuu").ids])
     for new_tokens in (1, 2, 23):
         stats = DraftingStats()
-        widths.clear()
+        calls.clear()
         out = generate(MODEL, loaded, ids, max_new_tokens=new_tokens, do_sample=False, stats=stats)
         assert torch.equal(out, MODEL.generate(ids, max_new_tokens=new_tokens, do_sample=False))
-        assert widths == [BLOCK] * sum(stats.drafted[:1])
+        assert [embeds.shape[1] for embeds, *_ in calls] == [BLOCK] * sum(stats.drafted[:1])
     assert stats.drafted[0] > 3
     assert len(stats.acceptance) == BLOCK - 1
 

@@ -733,7 +733,7 @@ def pair() -> Callable[[str], Pair]:
             signal = Target(model, draft.config.aux_layers).capture(batch)
             optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-2)
             for _ in range(100):
-                draft(batch, signal, batch["counts"])["loss"].backward()
+                draft(batch, signal)["loss"].backward()
                 optimizer.step()
                 optimizer.zero_grad()
             made[algorithm] = draft.eval(), Bench(model, draft, texts)

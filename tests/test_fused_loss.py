@@ -1,5 +1,6 @@
 """The fused loss against the plain one it stands for: loss, gradients, metrics, in chunks of every size."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from foredraft.contracts.algorithm import Step
-from foredraft.loss.chunked import fused_cross_entropy
-from foredraft.loss.cross_entropy import METRICS, Labels, Teacher, cross_entropy
+from foredraft.loss import Labels, Teacher, chunked, objective, reference
+from foredraft.loss.readable import METRICS
+from foredraft.registry import default_registry
 
 MODEL = tiny_target()
 SIZES = (7, 0, 5, 1, 0)  # rows per step; empty steps in the middle and at the end
@@ -40,7 +42,7 @@ def draft(request: pytest.FixtureRequest) -> Any:
 
 
 def problem(
-    draft: Any, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32, teacher: type[Teacher] = Teacher
+    draft: Any, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32, teacher: type[Teacher] = Teacher, loss: Any = "ce"
 ) -> dict[str, Any]:
     """States, teacher and weights; a teacher row serves several steps; a reduced vocabulary lacks some top tokens."""
     torch.manual_seed(2)
@@ -54,17 +56,16 @@ def problem(
         "teacher": teacher(logits_RV[:, draft.draft_ids], top_R, logits_RV.logsumexp(-1)),
         "teacher_rows": [torch.randint(TEACHERS, (n,)) for n in sizes],
         "weights": [torch.rand(n) for n in sizes],
+        "objective": objective(loss),
     }
 
 
 def plain(draft: Any, p: dict[str, Any]) -> Step:
-    return cross_entropy(p["states"], draft.compute_logits, p["teacher"], p["teacher_rows"], p["weights"], draft.draft_ids)
+    return reference(draft, p["states"], p["teacher"], p["teacher_rows"], p["weights"], p["objective"])
 
 
 def fused(draft: Any, p: dict[str, Any]) -> Step:
-    return fused_cross_entropy(
-        p["states"], draft.compute_logits, draft.head_parameters(), p["teacher"], p["teacher_rows"], p["weights"], draft.draft_ids
-    )
+    return chunked(draft, p["states"], p["teacher"], p["teacher_rows"], p["weights"], p["objective"])
 
 
 def all_gradients(draft: Any, p: dict[str, Any], loss: Tensor) -> list[Tensor]:
@@ -72,17 +73,17 @@ def all_gradients(draft: Any, p: dict[str, Any], loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [*p["states"], *draft.head_parameters()], allow_unused=False))
 
 
+@pytest.mark.parametrize("loss", [*default_registry().objectives(), {"ce": 0.1, "tv": 0.9}], ids=str)
 @pytest.mark.parametrize("teacher", [Teacher, TopTeacher])
 @pytest.mark.parametrize("draft_vocab_size", [20, None], ids=["reduced", "whole"])
-@pytest.mark.parametrize("chunk", [1, 3, 7, 256])
-@pytest.mark.parametrize("norm_output", [False, True])
+@pytest.mark.parametrize(("chunk", "norm_output"), [(1, False), (7, True), (256, False)])
 def test_equals_the_plain_loss(
-    norm_output: bool, chunk: int, draft_vocab_size: int | None, teacher: type[Teacher], monkeypatch: pytest.MonkeyPatch
+    norm_output: bool, chunk: int, draft_vocab_size: int | None, teacher: type[Teacher], loss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A teacher that does not sum to one included."""
-    monkeypatch.setattr("foredraft.loss.chunked.CHUNK", chunk)
+    """Every objective, alone and in a sum; a teacher that does not sum to one included."""
+    monkeypatch.setattr("foredraft.loss.chunks.CHUNK", chunk)
     draft = make_draft(norm_output, draft_vocab_size)
-    p = problem(draft, teacher=teacher)
+    p = problem(draft, teacher=teacher, loss=loss)
     ours, theirs = fused(draft, p), plain(draft, p)
     assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-6)
     assert tuple(ours.metrics) == tuple(theirs.metrics) == METRICS
@@ -97,7 +98,7 @@ def test_the_heads_parameters_are_all_there(draft: Any) -> None:
     plain(draft, p).loss.backward()
     reached = {name for name, parameter in draft.named_parameters() if parameter.grad is not None}
     told = {name for name, parameter in draft.named_parameters() if any(parameter is h for h in draft.head_parameters())}
-    assert reached == told == ({"lm_head.weight"} if draft.config.norm_output else {"lm_head.weight", "norm.weight"})
+    assert reached == told == ({"lm_head.weight"} if draft.algorithm.options.norm_output else {"lm_head.weight", "norm.weight"})
 
 
 def test_a_frozen_head(draft: Any) -> None:
@@ -135,24 +136,24 @@ def test_bfloat16_autocast(draft: Any) -> None:
     p = problem(draft)
     exact = plain(draft, p)
     with torch.autocast("cpu", torch.bfloat16):
-        step, reference = fused(draft, p), plain(draft, p)
+        step, expected = fused(draft, p), plain(draft, p)
     assert step.loss.dtype == torch.float32
-    assert_close(step.loss, reference.loss, rtol=1e-4, atol=1e-4)  # the same bfloat16 logits
+    assert_close(step.loss, expected.loss, rtol=1e-4, atol=1e-4)  # the same bfloat16 logits
     assert_close(step.loss, exact.loss, rtol=2e-2, atol=2e-2)
-    ours, theirs, best = (all_gradients(draft, p, s.loss) for s in (step, reference, exact))
+    ours, theirs, best = (all_gradients(draft, p, s.loss) for s in (step, expected, exact))
     assert [g.dtype for g in ours] == [g.dtype for g in theirs]
     assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
     assert_close(ours, best, rtol=5e-2, atol=5e-2)
 
 
 def test_bfloat16_draft(draft: Any) -> None:
-    reference = fused(draft, problem(draft))
-    half = make_draft(draft.config.norm_output).to(torch.bfloat16)
+    expected = fused(draft, problem(draft))
+    half = make_draft(draft.algorithm.options.norm_output).to(torch.bfloat16)
     p = problem(half, dtype=torch.bfloat16)
     step = fused(half, p)
     assert step.loss.dtype == torch.float32
     assert {g.dtype for g in all_gradients(half, p, step.loss)} == {torch.bfloat16}
-    assert_close(step.loss, reference.loss, rtol=3e-2, atol=3e-2)
+    assert_close(step.loss, expected.loss, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("chunk", [3, 256])
@@ -162,13 +163,13 @@ def test_a_whole_training_step(draft: Any, chunk: int, monkeypatch: pytest.Monke
     signal = tiny_signal(MODEL, draft, batch)
 
     def run() -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        out = draft(batch, signal, batch["counts"])
+        out = draft(batch, signal)
         out["loss"].backward()
         return out["loss"].detach(), out["metrics"], gradients(draft)
 
-    monkeypatch.setattr("foredraft.loss.chunked.CHUNK", chunk)
+    monkeypatch.setattr("foredraft.loss.chunks.CHUNK", chunk)
     ours = run()
-    monkeypatch.setattr("foredraft.plugins.eagle3.fused_cross_entropy", lambda s, head, _, *rest: cross_entropy(s, head, *rest))
+    monkeypatch.setattr("foredraft.plugins.eagle3.chunked", reference)
     theirs = run()
     assert ours[0] > 0
     assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -184,14 +185,12 @@ def test_labels_as_the_teacher() -> None:
         torch.manual_seed(1)
         head, states = torch.nn.Linear(6, 4), torch.randn(5, 6, requires_grad=True)
         teacher = Labels(labels)
-        if loss == "fused":
-            step = fused_cross_entropy([states], head, list(head.parameters()), teacher, [rows], [weights], draft_ids)
-        else:
-            step = cross_entropy([states], head, teacher, [rows], [weights], draft_ids)
+        draft: Any = SimpleNamespace(compute_logits=head, draft_ids=draft_ids, head_parameters=lambda head=head: list(head.parameters()))
+        step = (chunked if loss == "fused" else reference)(draft, [states], teacher, [rows], [weights])
         step.loss.backward()
         results.append([step.loss, states.grad, head.weight.grad, *step.metrics.values()])
-    for mine, reference in zip(*results, strict=True):
-        assert_close(mine, reference)
+    for mine, theirs in zip(*results, strict=True):
+        assert_close(mine, theirs)
     named = torch.tensor([0, 1, 3, 4])  # label 2 is none of the draft's
     expected = F.cross_entropy(head(states[named]), torch.tensor([1, 3, 0, 3]), reduction="none") @ weights[named]
     assert_close(step.loss, expected)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft import auto_draft
-from foredraft.loss.cross_entropy import Labels, cross_entropy
+from foredraft.loss import Labels, reference
 
 BLOCK, LAYERS, GAMMA, MASK_TOKEN = 4, 2, 7.0, 255
 
@@ -38,7 +38,7 @@ class Golden(Recorded):
         positions_BS = self.tensors.get("inputs.position_ids", torch.arange(ids_BS.shape[1]).expand_as(ids_BS))
         batch = {"input_ids": ids_BS, "documents": documents_BS, "positions": positions_BS, "spans": documents_BS}
         anchors = self.tensors["anchors"][None] if self.name == "speculators" else self.tensors["anchor_positions"]
-        return {**batch, **self.draft.algorithm.arrange(batch, list(anchors))}
+        return self.draft.algorithm.arrange(batch, list(anchors)).joined(batch)
 
     @cached_property
     def states(self) -> Tensor:
@@ -61,7 +61,7 @@ class Golden(Recorded):
             total = torch.cat(weights).sum() + (1e-6 if self.name == "nemo" else 0)
         shares = [w / total for w in weights]
         states = [self.states[query] for query in queries]
-        return cross_entropy(states, self.draft.compute_logits, Labels(text_R), rows, shares, self.draft.draft_ids).loss
+        return reference(self.draft, states, Labels(text_R), rows, shares).loss
 
 
 @pytest.fixture(scope="module", params=["nemo", "speculators", "specforge"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft import auto_draft
-from foredraft.loss.cross_entropy import Teacher, cross_entropy, step_weights
+from foredraft.loss import Teacher, reference, step_weights
 
 STEPS, DECAY = 3, 0.8
 
@@ -71,7 +71,7 @@ class Golden(Recorded):
         else:
             weights_N = mask_N / (mask_N.sum() + 1e-5)
         states = [self.states[step].flatten(0, 1)[slots]]
-        loss = cross_entropy(states, self.draft.compute_logits, self.teacher, [slots + step], [weights_N], self.draft.draft_ids).loss
+        loss = reference(self.draft, states, self.teacher, [slots + step], [weights_N]).loss
         if self.name.startswith("speculators"):
             log_p_NW = self.teacher.logits_RW[slots + step].log_softmax(-1)
             loss = loss + (weights_N[:, None] * log_p_NW.exp() * log_p_NW).sum()  # KL = CE - entropy

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft import auto_draft
-from foredraft.loss.cross_entropy import Teacher, cross_entropy
+from foredraft.loss import Teacher, reference
 
 DEPTHS, MASK_TOKEN = 4, 255
 
@@ -49,7 +49,7 @@ class Golden(Recorded):
             [anchors[depths == d] for d in range(DEPTHS)]
             for anchors, depths in zip(self.recorded("anchor_pos"), self.recorded("depth"), strict=True)
         ]
-        return {**batch, **self.draft.algorithm.arrange(batch, drawn)}
+        return self.draft.algorithm.arrange(batch, drawn).joined(batch)
 
     @cached_property
     def states(self) -> list[Tensor]:
@@ -87,7 +87,7 @@ class Golden(Recorded):
         else:
             total = sum(m.sum() for m in masks) + (1e-5 if self.name == "speculators" else 0)
         weights = [m / total for m in masks]
-        loss = cross_entropy(self.states, self.draft.compute_logits, self.teacher, rows, weights, self.draft.draft_ids).loss
+        loss = reference(self.draft, self.states, self.teacher, rows, weights).loss
         if self.name == "specforge":
             return loss
         for weights_N, rows_N in zip(weights, rows, strict=True):

@@ -32,7 +32,7 @@ def test_loss_and_gradients_are_the_cpus(algorithm: str) -> None:
         draft = tiny_draft(model, algorithm, **STEPS[algorithm]).to(device).train()
         batch = tiny_batch(draft.algorithm, tiny_rows([["u" * 20 + "a" * 130, "u" * 7 + "a" * 40], ["u" + "b" * 99]]))
         batch = tree_map(partial(moved, device), batch)
-        loss = draft(batch, tiny_signal(model, draft, batch), batch["counts"])["loss"]
+        loss = draft(batch, tiny_signal(model, draft, batch))["loss"]
         loss.backward()
         results.append({"loss": loss.detach().cpu(), **{name: g.cpu() for name, g in gradients(draft).items()}})
     for name, expected in results[0].items():

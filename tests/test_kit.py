@@ -14,7 +14,7 @@ from transformers import ArceeConfig
 
 from foredraft import DraftSpec
 from foredraft.adapters.llama import LlamaDraft
-from foredraft.contracts.algorithm import Step
+from foredraft.contracts.algorithm import Plan, Step
 from foredraft.contracts.draft import Layout
 from foredraft.contracts.engine import EngineBase, unknown_architecture
 from foredraft.contracts.finding import note
@@ -23,7 +23,6 @@ from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft.attention import Causal, Full, GroupedQueryAttention, Unrolled
 from foredraft.plugins.eagle3 import Eagle3
 from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests
-from foredraft.testing.adapters import SPECS
 from foredraft.testing.case import Case
 from foredraft.testing.passes import Probe, build
 
@@ -162,7 +161,7 @@ ADAPTERS = {
 def test_broken_adapters(case: str, tmp_path: Path) -> None:
     fields, check, message = ADAPTERS[case]
     broken = type("Broken", (LlamaDraft,), {"name": "broken", **fields})
-    arguments = (build(broken, tiny_config(), Probe(draft=SPECS["fuse"])),)
+    arguments = (build(broken, tiny_config(), Probe(case="fused")),)
     if check == "test_a_fresh_draft_is_the_targets_last_layer":
         arguments = (broken, tiny_config())
     extra = {
@@ -230,16 +229,17 @@ def drafting(fault: str) -> dict[str, Any]:
     return {"drafter": lambda self, draft: Drafter(draft, fault)}
 
 
-def drawing(self: Any, batch: dict[str, Any], generators: Any) -> dict[str, Any]:
-    return {**Eagle3.plan(self, batch, generators), "drawn": torch.rand(3)}
-
-
-def sharing(self: Any, batch: dict[str, Any], generators: Any) -> dict[str, Any]:
+def drawing(self: Any, batch: dict[str, Any], generators: Any) -> Plan:
     plan = Eagle3.plan(self, batch, generators)
-    return {**plan, "counts": plan["counts"] * len(batch["row"])}
+    return replace(plan, added={**plan.added, "drawn": torch.rand(3)})
 
 
-def over_the_end(self: Any, batch: dict[str, Any], generators: Any) -> dict[str, Any]:
+def sharing(self: Any, batch: dict[str, Any], generators: Any) -> Plan:
+    plan = Eagle3.plan(self, batch, generators)
+    return replace(plan, counts=plan.counts * len(batch["row"]))
+
+
+def over_the_end(self: Any, batch: dict[str, Any], generators: Any) -> Plan:
     """All slots of a row, as if it were one span."""
     return Eagle3.plan(
         self, {**batch, "spans": torch.zeros_like(batch["spans"]), "documents": torch.zeros_like(batch["spans"])}, generators
@@ -275,12 +275,16 @@ ALGORITHMS = {
     ),
     "spans over documents": ({"plan": over_the_end}, "test_packing", "slots may not reach over the end of a document"),
     "own counts": (
-        {"loss": lambda self, draft, batch, signal, counts: Eagle3.loss(self, draft, batch, signal, batch["counts"])},
+        {
+            "loss": lambda self, draft, batch, signal: Eagle3.loss(
+                self, draft, {**batch, "counts": torch.tensor([len(q) for q in batch["queries"]])}, signal
+            )
+        },
         "test_accumulation",
         "divide by the `counts` that loss",
     ),
     "unused parameter": (
-        {"modules": lambda self, config: {"extra": nn.Linear(2, 2)}},
+        {"modules": lambda self, draft: {"extra": nn.Linear(2, 2)}},
         "test_every_parameter_learns",
         "no gradient reaches extra.weight, extra.bias",
     ),

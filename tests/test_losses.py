@@ -1,6 +1,7 @@
 """The loss op against a loop over its rows, the numbers derived from it, the draft vocabulary, and heads that are more than a matrix."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from foredraft import ForedraftError, Target
 from foredraft.draft.vocabulary import choose_vocabulary, count_tokens
-from foredraft.loss.cross_entropy import Teacher, cross_entropy, estimated_tau, step_weights
+from foredraft.loss import Teacher, estimated_tau, reference, step_weights
 
 VOCAB, WIDTH = 12, 6
 DRAFT_IDS = torch.tensor([0, 2, 3, 7, 8])
@@ -34,10 +35,15 @@ def problem() -> dict[str, Any]:
     }
 
 
+def head_of(compute_logits: Any) -> Any:
+    """The part of a draft that the loss reads."""
+    return SimpleNamespace(compute_logits=compute_logits, draft_ids=DRAFT_IDS)
+
+
 def fused(problem: dict[str, Any]) -> Any:
     logits_RV = problem["logits_RV"]
     teacher = Teacher(logits_RV[:, DRAFT_IDS], logits_RV.argmax(-1), logits_RV.logsumexp(-1))
-    return cross_entropy(problem["states"], problem["head"], teacher, problem["teacher_rows"], problem["weights"], DRAFT_IDS)
+    return reference(head_of(problem["head"]), problem["states"], teacher, problem["teacher_rows"], problem["weights"])
 
 
 def naive(problem: dict[str, Any]) -> tuple[Tensor, dict[str, list[float]]]:
@@ -87,7 +93,7 @@ class TestSoftCrossEntropy:
         logits_RV = problem["logits_RV"]
         rows = torch.arange(6)
         teacher = Teacher(logits_RV[:, DRAFT_IDS], logits_RV.argmax(-1), logits_RV.logsumexp(-1))
-        step = cross_entropy([logits_RV[:, DRAFT_IDS]], lambda x: x, teacher, [rows], [torch.ones(6)], DRAFT_IDS)
+        step = reference(head_of(lambda x: x), [logits_RV[:, DRAFT_IDS]], teacher, [rows], [torch.ones(6)])
         assert_close(step.metrics["accepted"][0], logits_RV.softmax(-1)[:, DRAFT_IDS].sum())
         assert step.metrics["correct"].tolist() == [4]  # all but the two that cannot be named
         named = torch.isin(teacher.top_R, DRAFT_IDS)
@@ -112,7 +118,7 @@ def test_eagle3_loss_equals_the_definition() -> None:
     draft = tiny_draft(model, draft_vocab_size=20, ttt_steps=3)
     batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaa", "uuaaauaa"], ["uuuaaaaaaaa"]]))
     signal = tiny_signal(model, draft, batch)
-    step = draft(batch, signal, batch["counts"])
+    step = draft(batch, signal)
     states = draft.algorithm.unroll(draft, batch, signal.aux_BSA)
     logits_BSV = Target(model, draft.config.aux_layers).head(signal.hidden_BST)
     spans, ids_W = batch["spans"], draft.draft_ids

@@ -13,7 +13,7 @@ ROWS = tiny_rows([["uuaaaaa", "aaab"], ["uaauubbbb"]])
 
 def test_supervised_slots_against_a_loop() -> None:
     plan = tiny_batch(Medusa(num_heads=3), ROWS)
-    for k, slots in enumerate(plan["slots"]):
+    for k, slots in enumerate(plan["queries"]):
         expected = []
         for b, (spans, documents) in enumerate(zip(plan["spans"].tolist(), plan["documents"].tolist(), strict=True)):
             for t in range(len(spans) - 2 - k):
@@ -31,11 +31,11 @@ def test_loss_against_plain_torch() -> None:
         torch.nn.init.normal_(head.weight, std=0.1)
     batch = tiny_batch(draft.algorithm, ROWS)
     signal = tiny_signal(MODEL, draft, batch)
-    loss = draft(batch, signal, batch["counts"])["loss"]
+    loss = draft(batch, signal)["loss"]
     features = draft.project_hidden_states(signal.aux_BSA).flatten(0, 1)
     expected = torch.zeros(())
     for k, (head, share) in enumerate(zip(draft.heads, (2 / 3, 1 / 3), strict=True)):
-        slots = batch["slots"][k]
+        slots = batch["queries"][k]
         teacher = signal.head(signal.hidden_BST.flatten(0, 1)[slots + 1 + k], None).softmax(-1)
         expected = expected + share * F.cross_entropy(draft.compute_logits(head(features[slots])), teacher)
     assert_close(loss, expected)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigged import letter_tokenizer, predictable_target, trainer_of, written_rows
-from tiny import Document, tiny_batch, tiny_document, tiny_draft, tiny_rows, tiny_signal, tiny_target
+from tiny import Document, backbone_calls, tiny_batch, tiny_document, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -170,7 +170,7 @@ class TestMask:
         rows_BQ = batch["supervised"] if rows else torch.arange(count).expand(2, -1)
         q, k, v = torch.randn(2, 4, rows_BQ.shape[1], 8), torch.randn(2, 2, count, 8), torch.randn(2, 2, count, 8)
         sees = sees_earlier(batch["anchors"], batch["depths"], batch["documents"])
-        out = Masked(sees, batch["supervised"] if rows else None, backend).attend(q, [k], [v], 0.3)
+        out = Masked(sees, backend).attend(q, [k], [v], 0.3, batch["supervised"] if rows else None)
         mask_B1QK = self.spelt_out(batch).gather(1, rows_BQ[:, :, None].expand(-1, -1, count))[:, None]
         wide_k, wide_v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
         assert_close(out, unrolled_eager(q, [wide_k], [wide_v], mask_B1QK, 0.3), rtol=1e-4, atol=1e-5)
@@ -179,12 +179,11 @@ class TestMask:
 class TestTrainingIsServing:
     def test_a_whole_chain_is_one_forward(self) -> None:
         draft = draft_of().eval()
-        positions: list[list[int]] = []
-        draft.layers.register_forward_pre_hook(lambda _, inputs: positions.append(inputs[3].positions[0].tolist()))
+        calls = backbone_calls(draft)
         stats = DraftingStats()
         generate(MODEL, draft, torch.tensor([[5, 6, 7]]), num_draft_tokens=DEPTHS, max_new_tokens=12, do_sample=False, stats=stats)
-        assert len(positions) == stats.drafted[0]
-        assert positions[0] == list(range(3 + DEPTHS - 1))  # the prompt, and all but the first drafted token
+        assert len(calls) == stats.drafted[0]
+        assert calls[0][2].positions[0].tolist() == list(range(3 + DEPTHS - 1))  # the prompt, and all but the first drafted token
 
     def test_it_stops_where_nothing_may_follow(self) -> None:
         draft = draft_of().eval()
@@ -201,7 +200,7 @@ class TestLoss:
         draft = draft_of(1, draft_vocab_size=30)
         batch = tiny_batch(draft.algorithm, packed_rows())
         signal = tiny_signal(MODEL, draft, batch)
-        out = draft(batch, signal, batch["counts"])
+        out = draft(batch, signal)
         states_ND = draft.algorithm.states(draft, batch, signal.aux_BSA).flatten(0, 1)
         total, correct, missed = torch.zeros(()), torch.zeros(DEPTHS), 0
         for d, (query, elements) in enumerate(zip(batch["queries"], elements_of(batch), strict=True)):

@@ -68,7 +68,8 @@ def exits() -> None:
 
 NEEDS_ALGORITHM = """TypeError: algorithm Unnamed needs
     name: the name it is asked for by
-    def loss(self, draft, batch, signal, counts) -> Step"""
+    def loss(self, draft, batch, signal) -> Step
+    @property def wiring(self) -> Wiring"""
 NEEDS_ADAPTER = """TypeError: adapter Untyped needs
     def shape(cls, target) -> dict[str, Any]
     model_types: a tuple of the targets' model_type names

@@ -96,7 +96,7 @@ def trained(draft: Any, batches: Sequence[Sequence[dict[str, Any]]]) -> tuple[Te
     counts = torch.stack([b["counts"] for b in made]).sum(0)
     total, metrics = torch.zeros(()), {}
     for batch in made:
-        out = draft(batch, tiny_signal(MODEL, draft, batch), counts)
+        out = draft({**batch, "counts": counts}, tiny_signal(MODEL, draft, batch))
         out["loss"].backward()
         total += out["loss"].detach()
         metrics = {name: metrics.get(name, 0) + value for name, value in out["metrics"].items()}
@@ -138,7 +138,7 @@ class TestNothingCrossesDocuments:
         signal = tiny_signal(MODEL, draft, batch)
         aux_BSA = signal.aux_BSA.clone().requires_grad_()
         target = Target(MODEL, draft.config.aux_layers)
-        draft(batch, target.signal(aux_BSA, signal.hidden_BST, batch["teacher_rows"]), batch["counts"])["loss"].backward()
+        draft(batch, target.signal(aux_BSA, signal.hidden_BST, batch["teacher_rows"]))["loss"].backward()
         embedding_grad = gradients(draft)["embed_tokens.weight"]
         own = batch["documents"] == supervised
         assert aux_BSA.grad is not None

@@ -538,13 +538,6 @@ def test_the_keys_of_training_are_transformers_own(tmp_path: Path) -> None:
     assert arguments(tmp_path, learning_rate="1e-4", num_train_epochs=2).learning_rate == 1e-4
 
 
-def test_a_draft_without_an_algorithm(tmp_path: Path) -> None:
-    draft = fresh()
-    draft.algorithm = None
-    with pytest.raises(ForedraftError, match="no algorithm to train with"):
-        DraftTrainer(draft, MODEL, arguments(tmp_path), train_dataset=ROWS)
-
-
 def test_the_collator_knows_the_epoch(tmp_path: Path) -> None:
     """What it draws differs from epoch to epoch, and after a resumption it is what it would have been."""
     seen: list[tuple[int, int]] = []

@@ -120,7 +120,6 @@ def in_vllm(target: str, draft: str | None, folder: Path) -> dict[str, Any]:
 def in_foredraft(model: PreTrainedModel, draft: BaseDraft, prompt: list[int], new: int) -> tuple[list[int], Drafts]:
     """The text, and what was drafted on the way."""
     drafts: Drafts = {}
-    assert draft.algorithm is not None
     make = draft.algorithm.drafter
 
     class Noting:

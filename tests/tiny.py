@@ -14,6 +14,7 @@ __all__ = [
     "CHATML_TAGGED",
     "TOKENS",
     "Document",
+    "backbone_calls",
     "chat",
     "gradients",
     "tiny_batch",
@@ -52,6 +53,14 @@ def tiny_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>") -> Pr
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token="<|pad|>")
     wrapped.chat_template = template
     return wrapped
+
+
+def backbone_calls(draft: Any) -> list[Any]:
+    """From now on, the arguments of every call of the draft's backbone: embeddings, context, layout and perhaps a cache."""
+    calls: list[Any] = []
+    backbone = draft.backbone
+    draft.backbone = lambda *arguments: (calls.append(arguments), backbone(*arguments))[1]
+    return calls
 
 
 def tiny_target(layers: int = 8, vocab: int = 50, hidden: int = 32, seed: int = 0, **config: Any) -> LlamaForCausalLM:

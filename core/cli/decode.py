@@ -144,7 +144,6 @@ def evaluate(
 
 def _found(draft: str | None, algorithm: str | None, options: list[str] | None) -> "Path | DrafterBase":
     """The draft's directory, or the algorithm that needs none. Raises `ForedraftError` unless it is one of them."""
-    from ..auto import make_drafter
     from ..decoding.generate import algorithm_and_draft
     from ..files.hub import find_draft
     from ..registry import default_registry
@@ -154,7 +153,7 @@ def _found(draft: str | None, algorithm: str | None, options: list[str] | None) 
         return find_draft(draft)
     if draft is not None or algorithm is None:
         raise ForedraftError("who drafts? Pass --draft DIRECTORY, or --algorithm NAME [key=value ...] for one that needs no draft")
-    return algorithm_and_draft(make_drafter(algorithm, parse_options(options or []), default_registry()))[0]
+    return algorithm_and_draft(default_registry().make_algorithm(algorithm, parse_options(options or [])))[0]
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,12 +1,13 @@
 """What plugins are written against: the contracts of adapters, algorithms, formats and engines. Nothing here loads torch."""
 
-from .algorithm import AlgorithmBase, Choose, Drafter, DrafterBase, Step, tokens_to_draft
+from .algorithm import AlgorithmBase, Choose, Drafter, DrafterBase, Plan, Step, tokens_to_draft
 from .config import DraftConfigMixin
-from .draft import Batch, DraftModel, KeyValueCache, Layout, Pattern
+from .draft import Batch, DraftModel, KeyValueCache, Layout, Pattern, Wiring
 from .engine import Config, EngineBase
 from .finding import Finding
 from .format import FormatBase
 from .hookspecs import hookimpl
+from .objective import ObjectiveBase
 from .options import Frozen
 from .signal import Signal
 from .spec import DraftSpec
@@ -27,9 +28,12 @@ __all__ = [
     "Frozen",
     "KeyValueCache",
     "Layout",
+    "ObjectiveBase",
     "Pattern",
+    "Plan",
     "Signal",
     "Step",
+    "Wiring",
     "hookimpl",
     "tokens_to_draft",
 ]

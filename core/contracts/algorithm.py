@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from ..errors import ForedraftError
-from .draft import Batch, DraftModel
+from .draft import Batch, DraftModel, Wiring
 from .engine import Files
 from .finding import Finding
 from .options import Frozen
@@ -18,6 +18,34 @@ from .spec import DraftSpec
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which slots of a batch are trained, and by what; its parts join the batch under their names."""
+
+    counts: Tensor
+    """[K] trained slots per drafting step: the denominators of the loss, in `loss` those of all ranks and accumulated batches."""
+    teacher_rows: Tensor
+    """[R] the positions (in the flattened [B·S]) at which the target's word is needed; empty if it is not."""
+    added: Mapping[str, Any]
+    """What the algorithm's own loss reads: tensors, or lists of tensors."""
+
+    @classmethod
+    def taught(cls, queries: Sequence[Tensor], positions: Sequence[Tensor], **added: Any) -> Plan:
+        """These rows, taught by those: the draft states `queries[k]` [N_k] at step k, by the target at `positions[k]` [N_k] of [B·S].
+
+        Adds `queries`, and `teachers`: for each of them its row among the R distinct `teacher_rows`.
+        """
+        import torch
+
+        counts = [len(query) for query in queries]
+        teacher_rows, inverse = torch.cat(list(positions)).unique(return_inverse=True)
+        return cls(torch.tensor(counts), teacher_rows, {"queries": list(queries), "teachers": list(inverse.split(counts)), **added})
+
+    def joined(self, batch: Batch) -> dict[str, Any]:
+        """The batch with the plan."""
+        return {**batch, "counts": self.counts, "teacher_rows": self.teacher_rows, **self.added}
 
 
 @dataclass
@@ -95,20 +123,28 @@ class DrafterBase(Plugin):
 
 
 class AlgorithmBase(DrafterBase):
-    """An algorithm with a draft model: how it is planned, trained and drafted with. `drafter` always gets the draft."""
+    """An algorithm with a draft model: how it is wired, planned, trained and drafted with. `drafter` always gets the draft."""
+
+    needs: ClassVar[tuple[Literal["aux", "final"], ...]] = ("aux", "final")
+    """Which of the target's states its loss reads: those of the aux layers, those after the final norm. Others are not kept."""
 
     @property
     @abstractmethod
     def spec(self) -> DraftSpec:
-        """The draft that this algorithm needs."""
+        """The draft that this algorithm needs: its sizes and its vocabulary."""
+
+    @property
+    @abstractmethod
+    def wiring(self) -> Wiring:
+        """What stands between the draft's embedding and head; `foredraft.draft` has `Fused` and `Prefix`."""
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...] | None:
         """The target layers to read by default (HF `hidden_states` indices), for a target of `num_layers`; None: the adapter's choice."""
         return None
 
-    def modules(self, config: Any) -> dict[str, nn.Module | nn.Parameter]:
-        """What the algorithm adds to the draft (P-EAGLE's `mask_hidden`, say), by the name under which it is saved; fresh, on the
-        default device."""
+    def modules(self, draft: DraftModel) -> dict[str, nn.Module | nn.Parameter]:
+        """What the algorithm adds to the draft beside its wiring (P-EAGLE's `mask_hidden`, say), by the name under which it is saved;
+        fresh, on the default device."""
         return {}
 
     def engine_fields(self, config: Any) -> dict[str, Any]:
@@ -116,12 +152,10 @@ class AlgorithmBase(DrafterBase):
         return {}
 
     @abstractmethod
-    def plan(self, batch: Batch, generators: Sequence[Generator]) -> dict[str, Any]:
-        """What the collator adds to a batch, on the CPU: tensors, or lists of tensors, of active rows and sampled indices.
+    def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
+        """What the loss will need of a batch, made in the collator on the CPU.
 
-        Two keys are read by others: `teacher_rows` [R], the positions (in the flattened [B·S]) at which the target's word is
-        needed, and `counts` [K], the denominators of the loss. `generators` holds one random generator per row of the
-        batch, seeded by (seed, epoch, row).
+        `generators` holds one random generator per row of the batch, seeded by (seed, epoch, row).
         """
 
     # What tells a draft by it, in files of any origin.
@@ -148,5 +182,5 @@ class AlgorithmBase(DrafterBase):
         return []
 
     @abstractmethod
-    def loss(self, draft: DraftModel, batch: Batch, signal: Signal, counts: Tensor) -> Step:
-        """The training loss of a batch; `counts` are the global denominators (all ranks, all accumulated batches)."""
+    def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
+        """The training loss of a batch; `batch["counts"]` are the global denominators (all ranks, all accumulated batches)."""

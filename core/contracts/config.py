@@ -33,9 +33,6 @@ class DraftConfigMixin:
     draft_vocab_size: int = 1
     target_hidden_size: int = 1
     num_aux_hidden_states: int = 1
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_before_residual: bool = False
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     mask_token_id: int | None = None
     foredraft: dict[str, Any] | None = None

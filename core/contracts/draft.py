@@ -16,7 +16,7 @@ from .config import DraftConfigMixin
 from .plugin import Plugin
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Batch = Mapping[str, Any]
 """A collated batch: `input_ids`, `positions`, `documents`, `spans` (each [B, S], see `foredraft.data`), `row` [B], and what the
@@ -26,15 +26,18 @@ algorithm's `plan` added."""
 class Pattern(Protocol):
     """Who attends to whom. Knows nothing of architectures."""
 
-    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+    def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """Who sees whom, spelt out: True where a query may look at a key, [B, Q, K].
 
-        `entries` are the lengths of the keys' entries, whose keys stand side by side. For tests and pictures.
+        `entries` are the lengths of the keys' entries, whose keys stand side by side; `rows` as in `attend`. For tests and pictures.
         """
         ...
 
-    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-        """Attention output [B, H, Q, d]. `keys` and `values` are what the cache returned, oldest first, each [B, H, K, d]."""
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
+        """Attention output [B, H, Q, d]. `keys` and `values` are what the cache returned, oldest first, each [B, H, K, d].
+
+        `rows` [B, Q] are the places of the queries among the keys of the newest entry; None: the last Q.
+        """
         ...
 
 
@@ -51,12 +54,50 @@ class Layout:
     """Where each input of `backbone` sits and what it may see."""
 
     positions: Tensor
-    """Rotary position of each input, [B, Q]; under the wiring `prefix` the inputs are the context's S, then the embeddings' Q."""
+    """Rotary position of each input, [B, Q]; under the wiring `Prefix` the inputs are the context's S, then the embeddings' Q."""
     pattern: Pattern
-    rows: Tensor | None = None
-    """[B, Q'] inputs whose output is wanted; the others only give keys and values. None: all (under `prefix`: all embeddings)."""
-    below: Pattern | None = None
-    """What the layers below the last one see: all inputs are queries there, whatever `rows` says. None: the same pattern."""
+    rows: Tensor | int | None = None
+    """[B, Q'] inputs whose output is wanted, or how many of the last; the others only give keys and values.
+
+    None: all (under `Prefix`: all embeddings).
+    """
+    step: int = 0
+    """The drafting step, for wirings that have layers of their own for each."""
+
+
+class Wiring(Protocol):
+    """What stands between a draft's embedding and head: how it takes in the target's states. Stateless: the draft has the modules."""
+
+    def modules(self, draft: DraftModel) -> dict[str, nn.Module]:
+        """Its modules by the name under which they are saved (`fc`, `layers`, `norm`, ...); fresh, on the default device."""
+        ...
+
+    def project(self, draft: DraftModel, aux_BSA: Tensor) -> Tensor:
+        """See `DraftModel.project_hidden_states`."""
+        ...
+
+    def backbone(self, draft: DraftModel, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
+        """See `DraftModel.backbone`."""
+        ...
+
+    def head_input(self, draft: DraftModel, hidden_BQD: Tensor) -> Tensor:
+        """What the head reads of a state."""
+        ...
+
+    def head_modules(self, draft: DraftModel) -> list[nn.Module]:
+        """The modules that `head_input` runs."""
+        ...
+
+    def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm_T: Tensor | None) -> list[str]:
+        """Take over the target's decoder `layers` (weights by the draft's names, see `BaseDraft.weights_of`) and its final norm.
+
+        What was taken over, a text each.
+        """
+        ...
+
+    def saved(self, draft: DraftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as engines read them."""
+        ...
 
 
 class DraftModel(Plugin):
@@ -90,7 +131,7 @@ class DraftModel(Plugin):
 
     @abstractmethod
     def backbone(self, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
-        """The decoder layers: the state to feed back, [B, Q', D]. Under the wiring `fuse`, S = Q: a context for each embedding."""
+        """The decoder layers: the state to feed back, [B, Q', D]. Under the wiring `Fused`, S = Q: a context for each embedding."""
 
     @abstractmethod
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:

@@ -21,6 +21,11 @@ def foredraft_algorithms() -> list[type]:  # type: ignore[empty-body]
 
 
 @hookspec
+def foredraft_objectives() -> list[type]:  # type: ignore[empty-body]
+    """What drafts are trained to minimise (subclasses of `foredraft.contracts.ObjectiveBase`)."""
+
+
+@hookspec
 def foredraft_engines() -> list[type]:  # type: ignore[empty-body]
     """Serving systems that load drafts (subclasses of `foredraft.EngineBase`)."""
 

@@ -15,9 +15,9 @@ class Signal:
     """What the target said of a batch. The teacher's rows are those the algorithm's plan asked for, in that order."""
 
     aux_BSA: Tensor
-    """Concatenated hidden states of the aux layers."""
+    """Concatenated hidden states of the aux layers; empty in the last dimension if the algorithm does not need them."""
     hidden_BST: Tensor
-    """Hidden states after the target's final norm."""
+    """Hidden states after the target's final norm; empty in the last dimension if the algorithm does not need them."""
     top_R: Tensor
     """The teacher's most likely token at each of the plan's `teacher_rows`."""
     logsumexp_R: Tensor

@@ -21,7 +21,7 @@ class DraftCollator:
         batch: dict[str, Any] = {key: torch.tensor([r[key] for r in rows]) for key in ("input_ids", "documents", "spans", "row")}
         batch["positions"] = positions_within(batch["documents"])
         generators = [Generator().manual_seed(seed_of(self.seed, self.epoch, row)) for row in batch["row"].tolist()]
-        return {**batch, **self.algorithm.plan(batch, generators)}
+        return self.algorithm.plan(batch, generators).joined(batch)
 
 
 def seed_of(*parts: object) -> int:

@@ -75,9 +75,8 @@ class AutoregressiveDrafter:
         self.cache.crop(start)
         positions = torch.arange(start, self.confirmed, device=ids.device)[None]
         embeds = draft.embed_input_ids(ids[None, start + 1 : self.confirmed + 1])
-        rows = torch.tensor([[aux_1NA.shape[1] - 1]], device=ids.device)
         context = draft.project_hidden_states(aux_1NA)
-        return draft.backbone(embeds, context, Layout(positions, Causal(), rows, below=Causal()), self.cache)
+        return draft.backbone(embeds, context, Layout(positions, Causal(), 1), self.cache)
 
     def _draft(self, ids_F: Tensor, hidden_1FD: Tensor, visible_FE: Tensor) -> Tensor:
         """Feed drafted tokens of one depth, each with its parent's state; their own, [1, F, D].
@@ -97,11 +96,11 @@ class Ancestors:
     mask: Tensor
     """[Q, K], True where a query may look."""
 
-    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+    def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """See `Pattern.visible`."""
         return self.mask.expand(batch, -1, -1)
 
-    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
         k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
         return F.scaled_dot_product_attention(q_BHQd, k, v, attn_mask=self.mask, scale=scale)

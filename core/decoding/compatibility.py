@@ -189,7 +189,7 @@ def try_out(model: PreTrainedModel, registry: Registry | None = None, **options:
     ids = _text(20)[0].tolist()
     row = {"input_ids": ids, "documents": [0] * 9 + [1] * 11, "spans": [-1] * 2 + [0] * 7 + [-1] * 2 + [1] * 9, "row": 0}
     batch = DraftCollator(cast(AlgorithmBase, draft.algorithm))([row])
-    loss = draft(batch, target.capture(batch), batch["counts"])["loss"]
+    loss = draft(batch, target.capture(batch))["loss"]
     loss.backward()
     moved = {name: p.grad is not None and bool(p.grad.any() and p.grad.isfinite().all()) for name, p in draft.named_parameters()}
     if idle := [name for name, p in draft.named_parameters() if p.requires_grad and not moved[name]]:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
-from ..auto import make_drafter
 from ..contracts.algorithm import AlgorithmBase, DrafterBase, tokens_to_draft
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
@@ -62,19 +61,14 @@ def generate(
 def algorithm_and_draft(draft: BaseDraft | DrafterBase | str) -> tuple[DrafterBase, BaseDraft | None]:
     """How to draft, and the model for it; None where the algorithm has none.
 
-    Raises `ForedraftError` for a draft without an algorithm, and for an algorithm without the draft that it needs.
+    Raises `ForedraftError` for an algorithm without the draft that it needs.
     """
-    if isinstance(draft, str):
-        draft = make_drafter(draft, {}, default_registry())
-    if isinstance(draft, AlgorithmBase):
+    how: BaseDraft | DrafterBase = default_registry().make_algorithm(draft, {}) if isinstance(draft, str) else draft
+    if isinstance(how, AlgorithmBase):
         raise ForedraftError(
-            f"algorithm '{draft.name}' drafts with a model: name a draft by it in its place, as of auto_draft(...) or --draft DIRECTORY"
+            f"algorithm '{how.name}' drafts with a model: name a draft by it in its place, as of auto_draft(...) or --draft DIRECTORY"
         )
-    if isinstance(draft, DrafterBase):
-        return draft, None
-    if draft.algorithm is None:
-        raise ForedraftError("this draft has no algorithm to draft with: load it with auto_draft(...)")
-    return draft.algorithm, draft
+    return (how, None) if isinstance(how, DrafterBase) else (how.algorithm, how)
 
 
 def _check_ids(target: PreTrainedModel, input_ids: Any) -> None:

@@ -13,7 +13,8 @@ from ..data import DraftCollator
 from ..decoding import DraftingStats, generate
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..loss.cross_entropy import METRICS, estimated_tau
+from ..loss import estimated_tau
+from ..loss.readable import METRICS
 from ..progress import Progress
 from ..target.pairing import check_pair
 from ..target.target import Target
@@ -115,8 +116,6 @@ class Bench:
 
     def __init__(self, target: PreTrainedModel, draft: BaseDraft, texts: Sequence[Text], show: bool = False, recorded: bool = True):
         """`recorded`: whether the draft's algorithm is known to be as in training; else only so many steps count as all train."""
-        if draft.algorithm is None:
-            raise ForedraftError("this draft has no algorithm to run")
         self.target, self.algorithm, self.texts, self.show = target, draft.algorithm, texts, show
         check_pair(target, draft)
         count = target.config.get_text_config().num_hidden_layers
@@ -153,7 +152,7 @@ class Bench:
             if names:
                 aux = [torch.cat([_padded(self._aux[text][i - 1], length) for text in s.texts]) for i in draft.config.aux_layers]
                 signal = replace(s.signal, aux_BSA=torch.cat(aux, dim=-1))
-                metrics = self.algorithm.loss(draft, s.batch, signal, counts_K).metrics
+                metrics = self.algorithm.loss(draft, s.batch, signal).metrics
             sums.append(torch.stack([metrics.get(name, 0 * counts_K)[: self.steps].double() for name in METRICS]).cpu())
         return Forced(*torch.stack(sums, dim=1))
 

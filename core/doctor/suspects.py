@@ -25,20 +25,17 @@ class Variant:
     change: str
     """In words."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Of its config."""
+    """Of its config, or options of its algorithm."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """Its tensors, by name."""
 
     def of(self, draft: BaseDraft) -> BaseDraft:
         """The changed draft. Whatever does not change is shared with `draft`, which stays as it is."""
-        config = deepcopy(draft.config)
+        config, method = deepcopy(draft.config), draft.algorithm
         config.update(dict(self.fields))
-        method = draft.algorithm
-        if method is not None:  # some fields are options of its own
-            options = {name: field for name, field in self.fields.items() if name in type(method.options).model_fields}
-            method = type(method)(method.options.model_copy(update=options))
+        options = {name: field for name, field in self.fields.items() if name in type(method.options).model_fields}
         with torch.device("meta"):
-            made: Any = type(draft)(config, method)
+            made: Any = type(draft)(config, type(method)(method.options.model_copy(update=options)))
         made.load_state_dict({**draft.state_dict(), **self.state}, strict=False, assign=True)  # fc_norm may be left out
         made.rotary_emb = made.rotary_class(config).to(draft.device)
         return made.eval()
@@ -85,21 +82,30 @@ def _readable(layers: tuple[int, ...], count: int) -> bool:
 
 
 def norms(draft: Any, target: PreTrainedModel) -> Variants:
-    """The norm flags flipped; norms before fc cannot be put where there are none. Norms that changed places."""
-    config, state = draft.config, draft.state_dict()
-    flipped = {name: not getattr(config, name, False) for name in ("norm_output", "norm_before_residual", "fc_norm")}
-    fused = "layers.0.hidden_norm.weight" in state
-    flags = [("norm_output",), *([("norm_before_residual",)] if fused else []), *([] if flipped["fc_norm"] else [("fc_norm",)])]
-    for flip in [*flags, *([("norm_output", "norm_before_residual")] if fused else [])]:
-        yield Variant(" and ".join(f"{name}={flipped[name]}" for name in flip), {name: flipped[name] for name in flip})
+    """The wiring's flags flipped, alone and in pairs, where that needs no tensor that is not there. Norms that changed places."""
+    state, flags = draft.state_dict(), _flags(draft)
+    for names in (*itertools.combinations(flags, 1), *itertools.combinations(flags, 2)):
+        flipped = {name: flags[name] for name in names}
+        yield Variant(" and ".join(f"{name}={value}" for name, value in flipped.items()), flipped)
     pairs = [("input_layernorm", "hidden_norm"), ("input_layernorm", "post_attention_layernorm"), ("self_attn.q_norm", "self_attn.k_norm")]
     yield from _swaps(pairs, state)
     less = {n: t for n, t in state.items() if n.endswith("norm.weight") or n.startswith("fc_norm.")}
     if any(float(t.lt(0).float().mean()) > 0.1 for t in less.values()):  # as norms that multiply seldom are
         yield Variant("one more in all weights of norms, which Gemma keeps less one", state={n: t + 1 for n, t in less.items()})
-    if len(draft.fc_norm) > 1:
-        names = [f"fc_norm.{i}.weight" for i in range(len(draft.fc_norm))]
-        yield Variant("the norms before fc in the opposite order", state={n: state[m] for n, m in zip(names, names[::-1], strict=True)})
+    if len(chunks := sorted(name for name in state if name.startswith("fc_norm."))) > 1:
+        yield Variant("the norms before fc in the opposite order", state={n: state[m] for n, m in zip(chunks, chunks[::-1], strict=True)})
+
+
+def _flags(draft: Any) -> dict[str, bool]:
+    """The options of its algorithm that are on or off and change its computation alone, the other way round."""
+    method, found = draft.algorithm, {}
+    for name, on in method.options.model_dump().items():
+        other = type(method)(method.options.model_copy(update={name: not on})) if isinstance(on, bool) else method
+        if other.wiring != method.wiring and other.spec == method.spec:
+            with torch.device("meta"):
+                if type(draft)(draft.config, other).state_dict().keys() <= draft.state_dict().keys():
+                    found[name] = not on
+    return found
 
 
 def swapped(draft: Any, target: PreTrainedModel) -> Variants:
@@ -194,7 +200,7 @@ def order(draft: Any, target: PreTrainedModel) -> Variants:
     few = (same[::-1], same[1:] + same[:1], same[-1:] + same[:-1])
     for places in itertools.permutations(same) if count <= 3 else few:
         if places != same:
-            moved = {f"fc_norm.{i}.weight": state[f"fc_norm.{p}.weight"] for i, p in enumerate(places) if draft.fc_norm}
+            moved = {f"fc_norm.{i}.weight": state[f"fc_norm.{p}.weight"] for i, p in enumerate(places) if "fc_norm.0.weight" in state}
             change = f"aux states concatenated in the order {[draft.config.aux_layers[i] for i in places]}"
             yield Variant(change, state={"fc.weight": torch.cat([chunks[i] for i in places], dim=1), **moved})
 

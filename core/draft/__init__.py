@@ -1,6 +1,8 @@
-"""The draft model: what all families share, and the Llama-shaped draft that most adapters offer."""
+"""The draft model: what all families share, the Llama-shaped draft that most adapters offer, and wirings to choose from."""
 
 from .grouped_query import GroupedQueryDraft
+from .layer import DraftLayer
 from .model import BaseDraft
+from .wiring import Fused, Prefix
 
-__all__ = ["BaseDraft", "GroupedQueryDraft"]
+__all__ = ["BaseDraft", "DraftLayer", "Fused", "GroupedQueryDraft", "Prefix"]

@@ -18,11 +18,12 @@ from ..errors import ForedraftError, gathering
 from ..files.card import CARD
 from ..files.ours import save_draft
 from ..files.tensor_names import TARGET_HEAD
+from ..registry import default_registry
 from ..target.pairing import describe_target
 from ..target.target import Target
 from .attention import GroupedQueryAttention
 from .config import set_mask_token, versions
-from .layers import WIRINGS
+from .layer import DraftLayer
 from .retarget import retarget
 from .start import layer_weights, start
 from .vocabulary import DraftVocabulary
@@ -41,29 +42,27 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
     norm_class: ClassVar[type[nn.Module]]
     mlp_class: ClassVar[type[nn.Module]]
     rotary_class: ClassVar[type[nn.Module]]
+    layer_class: ClassVar[type[DraftLayer]] = DraftLayer
 
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    # Layers above the first are written under both names that engines read (see save_pretrained).
+    # Layers above the first are written under both names that engines read (see Fused.saved).
     _keys_to_ignore_on_load_unexpected = (r"^layers\.[1-9]\d*\.hidden_norm\.weight$",)
 
     def __init__(self, config: Any, algorithm: AlgorithmBase | None = None):
         super().__init__(config)
-        self.algorithm = algorithm
-        spec, width, chunk = config.spec, config.hidden_size, config.target_hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)  # the target's, see start_from
-        self.fc = nn.Linear(config.num_aux_hidden_states * chunk, width, bias=False)
-        self.fc_norm = nn.ModuleList(self.make_norm(chunk) for _ in range(config.num_aux_hidden_states if config.fc_norm else 0))
-        self.hidden_norm: Any = self.make_norm(width) if spec.context_norm else nn.Identity()
-        self.layers: Any = WIRINGS[spec.wiring](self)
-        self.norm: Any = self.make_norm(width)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        made = config.foredraft
+        self.algorithm = algorithm or default_registry().make_algorithm(made["algorithm"], made["options"])
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False)  # the target's, see start_from
+        for name, module in self.algorithm.wiring.modules(self).items():
+            setattr(self, name, module)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = self.rotary_class(config)
-        for name, module in (algorithm.modules(config) if algorithm else {}).items():
+        for name, module in self.algorithm.modules(self).items():
             setattr(self, name, module)
         self.map_vocabulary()
-        if spec.target_head:
+        if config.spec.target_head:
             self.lm_head.requires_grad_(False)
             self._keys_to_ignore_on_save = self._keys_to_ignore_on_load_missing = [*TARGET_HEAD]
         self.complete = True
@@ -79,26 +78,20 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         return self.embed_tokens(ids_BQ)
 
     def project_hidden_states(self, aux_BSA: Tensor) -> Tensor:
-        """fc over the concatenated aux states, [B, S, D]; normed before (`fc_norm`, by chunk) or after (`context_norm`) as asked."""
-        aux_BSA = aux_BSA.to(self.fc.weight.dtype)
-        if self.fc_norm:
-            chunks = aux_BSA.chunk(len(self.fc_norm), dim=-1)
-            aux_BSA = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.hidden_norm(self.fc(aux_BSA))
+        """The aux states in the draft's width, [B, S, D], as its wiring has it."""
+        return self.algorithm.wiring.project(self, aux_BSA)
 
     def backbone(self, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
-        """The decoder layers; the state to feed back, [B, Q', D] (normed where the spec asks for `norm_output`)."""
-        rotary = self.rotary_emb(embeds_BQD, layout.positions)
-        hidden_BQD = self.layers(embeds_BQD, context_BSD, rotary, layout, cache)
-        return self.norm(hidden_BQD) if self.config.norm_output else hidden_BQD
+        """The decoder layers, as the wiring runs them; the state to feed back, [B, Q', D]."""
+        return self.algorithm.wiring.backbone(self, embeds_BQD, context_BSD, layout, cache)
 
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [B, Q, W]."""
-        return self.lm_head(hidden_BQD if self.config.norm_output else self.norm(hidden_BQD))
+        return self.lm_head(self.algorithm.wiring.head_input(self, hidden_BQD))
 
     def head_parameters(self) -> list[Tensor]:
         """The trained parameters that `compute_logits` reads."""
-        modules = (self.lm_head,) if self.config.norm_output else (self.norm, self.lm_head)
+        modules = [*self.algorithm.wiring.head_modules(self), self.lm_head]
         return [p for module in modules for p in module.parameters() if p.requires_grad]
 
     @classmethod
@@ -106,11 +99,9 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         """The target layers a draft reads by default, as HF `hidden_states` indices."""
         return default_aux_layers(target_config.get_text_config().num_hidden_layers, count)
 
-    def forward(self, batch: Batch, signal: Signal, counts: Tensor) -> dict[str, Any]:
+    def forward(self, batch: Batch, signal: Signal) -> dict[str, Any]:
         """The training step, inside the module so that DDP and FSDP wrap it: `{"loss", "metrics"}`."""
-        if self.algorithm is None:
-            raise ForedraftError("this draft has no algorithm to train with: build it with auto_draft(...)")
-        step = self.algorithm.loss(self, batch, signal, counts)
+        step = self.algorithm.loss(self, batch, signal)
         return {"loss": step.loss, "metrics": step.metrics}
 
     # What an adapter may change.
@@ -141,6 +132,10 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
             if "pre_feedforward_layernorm.weight" in weights:
                 weights["post_attention_layernorm.weight"] = weights["pre_feedforward_layernorm.weight"]
         return weights
+
+    def make_layer(self, layer: int, input_size: int) -> nn.Module:
+        """A decoder layer that reads inputs of `input_size` features."""
+        return self.layer_class(self, layer, input_size)
 
     def make_mlp(self, layer: int) -> nn.Module:
         """The feed-forward module of a layer."""
@@ -199,9 +194,6 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
             draft_vocab_size=size,
             target_hidden_size=text.hidden_size,
             tie_word_embeddings=False,
-            fc_norm=spec.fc_norm,
-            norm_output=spec.norm_output,
-            norm_before_residual=spec.norm_before_residual,
             foredraft={
                 "algorithm": algorithm.name,
                 "options": algorithm.options.model_dump(mode="json"),
@@ -294,10 +286,8 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
     def save_pretrained(
         self, save_directory: str | Path, *args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """As ever; layers above the first carry their norm under both names that engines read (`input_layernorm`, `hidden_norm`)."""
+        """As ever, with the tensors that engines read (`Wiring.saved`)."""
         state = dict(state_dict if state_dict is not None else self.state_dict())
         if self.embed_tokens.weight.requires_grad:
             self.config.update({"foredraft": {**self.config.foredraft, "own_embedding": True}})
-        for i in range(1, len(self.layers) if self.config.spec.wiring == "fuse" else 0):
-            state[f"layers.{i}.hidden_norm.weight"] = state[f"layers.{i}.input_layernorm.weight"].clone()
-        super().save_pretrained(save_directory, *args, state_dict=state, **kwargs)
+        super().save_pretrained(save_directory, *args, state_dict=self.algorithm.wiring.saved(self, state), **kwargs)

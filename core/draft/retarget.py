@@ -41,8 +41,7 @@ def retarget(draft: DraftModel, model: PreTrainedModel, rows: Iterable[dict[str,
     if rows is not None and config.spec.mask_token and int(count_all(rows, vocab_size)[config.mask_token_id]):
         set_mask_token(config, choose_mask_token(rows, model.get_input_embeddings().weight))
         told.append(f"mask token {config.mask_token_id}, as the rows use the old one")
-    if draft.algorithm is not None:
-        config.update(draft.algorithm.engine_fields(config))
+    config.update(draft.algorithm.engine_fields(config))
     return "; ".join(told)
 
 

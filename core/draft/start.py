@@ -24,23 +24,13 @@ def start(draft: DraftModel, target: Target, rows: Iterable[dict[str, Any]] | No
         counts_V = count_tokens(rows, config.vocab_size)
         draft.set_draft_vocabulary(choose_vocabulary(counts_V, config.draft_vocab_size))
         chosen = f"; {note_coverage(draft, counts_V)}"
-    if rows is not None and config.spec.mask_token and draft.algorithm is not None:
+    if rows is not None and config.spec.mask_token:
         set_mask_token(config, choose_mask_token(rows, target.embedding_weight, config.spec.mask_token_id))
         config.update(draft.algorithm.engine_fields(config))
     draft.take_head(target)
     remember(config, target.model)
-    if target.norm_weight is not None and target.norm_weight.shape == draft.norm.weight.shape:
-        draft.norm.weight.copy_(target.norm_weight)
-        taken.append("final norm")
-    width = config.hidden_size
-    last_DD = draft.fc.weight[:, -width:]
-    if float(last_DD.diagonal().mean()) < 0.5:  # else it passes the last aux state already
-        draft.fc.weight.mul_(0.1)
-        last_DD += torch.eye(width, dtype=last_DD.dtype, device=last_DD.device)
-    if layers := list(draft.layers):
-        pairs = zip(reversed(layers), reversed(target.layers), strict=False)
-        copied = sum(layer.start_from(draft.weights_of(source)) for layer, source in pairs)
-        taken.append(f"{copied} of {sum(len(layer.state_dict()) for layer in layers)} layer tensors")
+    last = target.layers[len(target.layers) - config.num_hidden_layers :]
+    taken += draft.algorithm.wiring.start(draft, [draft.weights_of(layer) for layer in last], target.norm_weight)
     return f"from the target: {', '.join(taken)}{chosen}"
 
 

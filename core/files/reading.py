@@ -101,9 +101,6 @@ class Fields(Strict):
     num_aux_hidden_states: Annotated[int, Field(ge=1, le=MOST)]
     eagle_aux_hidden_state_layer_ids: Annotated[list[int], Field(max_length=MOST)]
     mask_token_id: Token | None = None
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_before_residual: bool = False
     dtype: Literal["float32", "bfloat16", "float16", None] = None
     torch_dtype: Literal["float32", "bfloat16", "float16", None] = None
     quantization_config: None = None

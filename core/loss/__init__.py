@@ -1,6 +1,20 @@
-"""The loss of all drafting steps: readable, and in chunks, which training uses."""
+"""The loss of all drafting steps: teachers, objectives, and one call, in chunks (training uses it) and readable."""
 
-from .chunked import fused_cross_entropy
-from .cross_entropy import Labels, Supervisor, Teacher, cross_entropy, estimated_tau, step_weights
+from .chunks import CHUNK, chunked
+from .objectives import CrossEntropy, Loss, objective
+from .readable import estimated_tau, reference, step_weights
+from .teachers import Labels, Supervisor, Teacher
 
-__all__ = ["Labels", "Supervisor", "Teacher", "cross_entropy", "estimated_tau", "fused_cross_entropy", "step_weights"]
+__all__ = [
+    "CHUNK",
+    "CrossEntropy",
+    "Labels",
+    "Loss",
+    "Supervisor",
+    "Teacher",
+    "chunked",
+    "estimated_tau",
+    "objective",
+    "reference",
+    "step_weights",
+]

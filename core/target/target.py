@@ -1,5 +1,6 @@
 """The frozen target: what it says of a batch (`Signal`), from its own modules."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,12 +24,15 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 class Target:
     """A causal language model seen by drafts: it captures hidden states and applies its head; it is never trained.
 
+    Of its states it hands out those that an algorithm `needs` (`AlgorithmBase.needs`).
+
     Raises `ForedraftError` where its layers are not found, or its head is not understood (final norm and head, applied by
     hand, must give its own logits).
     """
 
-    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]):
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], needs: Sequence[str] = ("aux", "final")):
         self.model = model.eval().requires_grad_(False)
+        self.needs = needs
         self.aux_layers = check_aux_layers(aux_layers, model.config.get_text_config().num_hidden_layers)
         text = model.config.get_text_config()
         self._multiplier = getattr(text, "logit_scale", None) or 1.0
@@ -97,7 +101,8 @@ class Target:
                 ids_NL[number, offset] = ids_BS.flatten()
                 out = self.decoder(input_ids=ids_NL, use_cache=False)
                 states = captured.aux_BSA[number, offset], out.last_hidden_state[number, offset]
-        aux_BSA, hidden_BST = (s.view(*ids_BS.shape, -1).to(batch["input_ids"].device) for s in states)
+        kept = (s if need in self.needs else s[..., :0] for need, s in zip(("aux", "final"), states, strict=True))
+        aux_BSA, hidden_BST = (s.reshape(*ids_BS.shape, s.shape[-1]).to(batch["input_ids"].device) for s in kept)
         return self.signal(aux_BSA, hidden_BST, batch["teacher_rows"])
 
     @torch.no_grad()
@@ -105,7 +110,7 @@ class Target:
         """A signal from hidden states; the teacher's rows are indices into the flattened [B·S]."""
         rows_RT = hidden_BST.flatten(0, 1)[teacher_rows_R]
         top, normaliser = [], []
-        for chunk_NT in rows_RT.split(CHUNK):
+        for chunk_NT in rows_RT.split(CHUNK) if len(rows_RT) else ():
             logits_NV = self.head(chunk_NT)
             top.append(logits_NV.argmax(-1))
             normaliser.append(logits_NV.logsumexp(-1))

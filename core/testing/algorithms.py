@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..auto import make_algorithm
 from ..contracts.algorithm import AlgorithmBase
 from ..contracts.options import Frozen
 from ..contracts.spec import DraftSpec
 from ..files.ours import save_draft
-from ..loss.cross_entropy import METRICS
+from ..loss.readable import METRICS
 from .case import Case, chi_square, equal, forced, greedy, reduced, scrambled
 from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, registry_of
 from .disk import check_config, check_names, check_round_trip, names_on_disk
@@ -55,7 +54,7 @@ class AlgorithmTests(Conformance):
         assert algorithm.summary, f"{algorithm.__name__} needs a `summary`: `foredraft plugins` shows it"
         method = algorithm(**options)
         assert isinstance(method.spec, DraftSpec), f"{algorithm.__name__}.spec must be a property that gives a DraftSpec"
-        again = make_algorithm(method.name, method.options.model_dump(mode="json"), registry_of(algorithm))
+        again = registry_of(algorithm).make_algorithm(method.name, method.options.model_dump(mode="json"))
         assert again.spec == method.spec, "the spec changes when the options are saved and read again: derive it from self.options alone"
 
     def test_plan_is_deterministic(self, case: Case) -> None:
@@ -172,7 +171,7 @@ class AlgorithmTests(Conformance):
         batch = case.batch(case.rows(TWO))
         metrics = case.step(batch).metrics
         for name in METRICS:
-            assert name in metrics, f"metrics lack '{name}': see foredraft.loss.cross_entropy"
+            assert name in metrics, f"metrics lack '{name}': see foredraft.loss.readable"
             assert metrics[name].shape == batch["counts"].shape, f"metric '{name}' must have an entry per drafting step, as `counts` has"
         assert torch.equal(metrics["count"].long(), batch["counts"]), (
             f"the plan counted {batch['counts'].tolist()}, the loss {metrics['count'].tolist()}"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ..contracts.algorithm import AlgorithmBase, Step
 from ..contracts.signal import Signal
 from ..data import DraftCollator
 from ..errors import ForedraftError
-from ..loss.cross_entropy import Labels, Teacher, cross_entropy
+from ..loss import Labels, Teacher, reference
 from ..target.capture import AuxCapture
 from ..target.target import Target
 from .common import shipped
@@ -46,7 +47,7 @@ class Case:
     @cached_property
     def target(self) -> Target:
         """The target as training sees it."""
-        return Target(self.model, self.draft.config.aux_layers)
+        return Target(self.model, self.draft.config.aux_layers, self.method.needs)
 
     def rows(self, packed: Sequence[Sequence[str]], length: int | None = None) -> list[dict[str, Any]]:
         """Packed rows of random tokens; see `tiny_rows`. The mask token, the last one, does not occur."""
@@ -58,7 +59,8 @@ class Case:
 
     def step(self, batch: dict[str, Any], signal: Signal | None = None, counts: Tensor | None = None) -> Step:
         """The training loss."""
-        return self.method.loss(self.draft, batch, signal or self.target.capture(batch), batch["counts"] if counts is None else counts)
+        whole = batch if counts is None else {**batch, "counts": counts}
+        return self.method.loss(self.draft, whole, signal or self.target.capture(batch))
 
     def draws(self, rows: Sequence[dict[str, Any]]) -> bool:
         """Whether the plan draws at random."""
@@ -129,7 +131,8 @@ def forced(case: Case, ids_L: Tensor, letters: str, steps: int) -> tuple[dict[st
     logits = [torch.stack(s) if s else empty for s in states]
     ones, at = [x.new_ones(len(x)) for x in logits], [torch.tensor(r).long() for r in rows]
     supervisors = (teacher, Labels(ids_L.roll(-1)))
-    taught, labelled = (cross_entropy(logits, lambda x: x, s, at, ones, case.draft.draft_ids).metrics for s in supervisors)
+    head = SimpleNamespace(compute_logits=lambda x: x, draft_ids=case.draft.draft_ids)
+    taught, labelled = (reference(head, logits, s, at, ones).metrics for s in supervisors)
     return taught, labelled, possible
 
 

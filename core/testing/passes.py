@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from ..contracts.algorithm import AlgorithmBase
-from ..contracts.draft import Layout
+from ..contracts.draft import Layout, Wiring
 from ..contracts.options import Frozen
 from ..contracts.spec import DraftSpec
 from ..decoding import generate
 from ..draft.attention import Causal, DecodingCache, Full, Masked
 from ..draft.model import BaseDraft
+from ..draft.wiring import Fused, Prefix
 from .common import randomize
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, -1, -1]])
@@ -20,20 +21,39 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 0, 1]])
 ONE, ASCENDING = torch.zeros(2, 8, dtype=torch.long), torch.arange(8).expand(2, -1)
 
 
+CASES: dict[str, tuple[DraftSpec, Wiring]] = {
+    "fused": (DraftSpec(num_layers=2), Fused()),
+    "norms": (DraftSpec(), Fused(fc_norm=True, norm_output=True)),
+    "residual": (DraftSpec(), Fused(norm_before_residual=True)),
+    "qk_norm": (DraftSpec(qk_norm=True), Fused()),
+    "prefix": (DraftSpec(num_layers=2, qk_norm=True), Prefix()),
+}
+"""Drafts and wirings that algorithms ask for."""
+
+
 class Probe(AlgorithmBase):
-    """Asks for a draft of a given spec, and no more: the checks ask the draft itself."""
+    """Asks for one of `CASES`, and no more: the checks ask the draft itself."""
 
     name = "probe"
 
     class Options(Frozen):
-        """The draft to ask for."""
+        """Which of `CASES` to ask for."""
 
-        draft: DraftSpec
+        case: str
 
     @property
     def spec(self) -> DraftSpec:
-        """As the options say."""
-        return self.options.draft
+        """As the case says."""
+        return CASES[self.options.case][0]
+
+    @property
+    def wiring(self) -> Wiring:
+        """As the case says."""
+        return CASES[self.options.case][1]
+
+    def engine_fields(self, config: Any) -> dict[str, Any]:
+        """The wiring's flags."""
+        return self.wiring.fields if isinstance(self.wiring, Fused) else {}
 
     def _never(self, *_: Any) -> Any:
         raise AssertionError("the probe neither trains nor drafts")
@@ -58,16 +78,16 @@ def inputs(draft: BaseDraft) -> tuple[Tensor, Tensor]:
 
 def fused(draft: BaseDraft) -> None:
     """Skips the other wiring, where there is no context per input."""
-    if draft.config.spec.wiring != "fuse":
-        pytest.skip(f"does not apply to the wiring '{draft.config.spec.wiring}'")
+    if not isinstance(draft.algorithm.wiring, Fused):
+        pytest.skip(f"does not apply to the wiring {type(draft.algorithm.wiring).__name__}")
 
 
 def everywhere(
     draft: BaseDraft, embeds: Tensor, context: Tensor, documents: Tensor, positions: Tensor, rows: Tensor | None = None
 ) -> Tensor:
     """The state at every position (or at `rows`), which sees what comes before it in its document (under `prefix`: the context there)."""
-    if draft.config.spec.wiring == "fuse":
-        return draft.backbone(embeds, context, Layout(positions, Causal(documents, rows), rows, below=Causal(documents)))
+    if isinstance(draft.algorithm.wiring, Fused):
+        return draft.backbone(embeds, context, Layout(positions, Causal(documents), rows))
     slots = documents.shape[1]
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -76,7 +96,7 @@ def everywhere(
         return before | (key == query)
 
     rows = None if rows is None else slots + rows
-    return draft.backbone(embeds, context, Layout(torch.cat([positions, positions], dim=1), Masked(sees, rows), rows, below=Masked(sees)))
+    return draft.backbone(embeds, context, Layout(torch.cat([positions, positions], dim=1), Masked(sees), rows))
 
 
 def decode(draft: BaseDraft, embeds: Tensor, context: Tensor, cuts: list[int]) -> Tensor:
@@ -88,8 +108,8 @@ def decode(draft: BaseDraft, embeds: Tensor, context: Tensor, cuts: list[int]) -
     positions, ahead = ASCENDING, torch.tensor([[8, 9]] * 2)
     for end in cuts:
         cache.crop(start)
-        if draft.config.spec.wiring == "fuse":
-            layout = Layout(positions[:, start:end], Causal(), below=Causal())
+        if isinstance(draft.algorithm.wiring, Fused):
+            layout = Layout(positions[:, start:end], Causal())
             states.append(draft.backbone(embeds[:, start:end], context[:, start:end], layout, cache))
             draft.backbone(embeds[:, :2], context[:, :2], Layout(ahead, Causal()), cache)
         else:

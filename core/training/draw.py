@@ -48,18 +48,23 @@ def training_calls(algorithm: str, options: Mapping[str, Any], registry: Registr
     spans = [{"a": 0, "b": 1}.get(letter, -1) + 2 * document for letter, document in zip(ROW, DOCUMENTS, strict=True)]
     spans = [span if letter != "u" else -1 for span, letter in zip(spans, ROW, strict=True)]
     row = {"input_ids": list(range(len(ROW))), "documents": DOCUMENTS, "spans": spans, "row": 0}
-    assert draft.algorithm is not None
     batch = DraftCollator(draft.algorithm)([row])
     seen: list[tuple[int, Layout]] = []
-    draft.layers.register_forward_pre_hook(lambda _, inputs: seen.append((inputs[0].shape[1], inputs[3])))
-    draft(batch, Target(LlamaForCausalLM(config), draft.config.aux_layers).capture(batch), batch["counts"])
+
+    def noted(embeds: Tensor, context: Tensor, layout: Layout, *rest: Any) -> Tensor:
+        seen.append((embeds.shape[1], layout))
+        return backbone(embeds, context, layout, *rest)
+
+    backbone: Any = draft.backbone
+    draft.backbone = noted  # type: ignore[method-assign, assignment]
+    draft(batch, Target(LlamaForCausalLM(config), draft.config.aux_layers).capture(batch))
     calls: list[Call] = []
     for embeds, layout in seen:
         inputs = layout.positions.shape[1]
-        queries = torch.arange(inputs)[-embeds:] if layout.rows is None else layout.rows[0]
+        queries = layout.rows[0] if isinstance(layout.rows, Tensor) else torch.arange(inputs)[-(layout.rows or embeds) :]
         # A cache shows earlier calls; where there is one, this call's own queries are its last entry.
         entries = [*calls[-1].entries, inputs] if calls else [inputs]
-        visible = layout.pattern.visible(1, len(queries), entries)[0]
+        visible = layout.pattern.visible(1, len(queries), entries, queries[None])[0]
         calls.append(Call(visible, layout.positions[0, queries].tolist(), entries))
     return calls
 

@@ -68,8 +68,8 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
         print(f"assumed: {text}", flush=True)
     named = [public_name(source) for source in sources(config.data.train)]
     draft.config.foredraft["data"] = {"sources": named, "packed": rows.info.description}
-    layers = draft.config.aux_layers
-    target = CachedTarget(model, layers, config.hidden_states_cache) if config.hidden_states_cache else Target(model, layers)
+    layers, needs, cache = draft.config.aux_layers, draft.algorithm.needs, config.hidden_states_cache
+    target = CachedTarget(model, layers, cache, needs) if cache else Target(model, layers, needs)
     started = draft.retarget(target, rows, config.draft_vocab_size) if begun else draft.start_from(target, rows)
     draft.embed_tokens.requires_grad_(config.train_embedding)
     print(f"draft: {started}", flush=True)

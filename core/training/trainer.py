@@ -22,7 +22,7 @@ from ..data import DraftCollator
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..files.reading import check_fields, read_config
-from ..loss.cross_entropy import estimated_tau
+from ..loss import estimated_tau
 from ..target.loading import place
 from ..target.pairing import check_pair, remember, warn_of_other
 from ..target.target import Target
@@ -84,15 +84,13 @@ class DraftTrainer(Trainer):
     """
 
     def __init__(self, model: BaseDraft, target: Target | PreTrainedModel, args: TrainingArguments | None = None, **kwargs: Any):
-        if model.algorithm is None:
-            raise ForedraftError("this draft has no algorithm to train with: build it with auto_draft(...)")
         args = args or DraftTrainingArguments()
         if args.n_gpu > 1:
             raise ForedraftError(
                 f"{args.n_gpu} GPUs in one process: start one process per GPU, `torchrun --nproc-per-node {args.n_gpu} ...`"
             )
         check_pair(target.model if isinstance(target, Target) else target, model)
-        self.target = target if isinstance(target, Target) else Target(target, model.config.aux_layers)
+        self.target = target if isinstance(target, Target) else Target(target, model.config.aux_layers, model.algorithm.needs)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(kwargs.get(name), model.config.vocab_size, name)
         remember(model.config, self.target.model)
@@ -147,8 +145,8 @@ class DraftTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None) -> Any:
         """Capture the target, run the step inside the module's forward; gradients average over ranks, hence the factor."""
-        counts = inputs["counts"] if num_items_in_batch is None else num_items_in_batch
-        out = model(batch=inputs, signal=self.target.capture(inputs), counts=counts)
+        whole = inputs if num_items_in_batch is None else {**inputs, "counts": num_items_in_batch}
+        out = model(batch=whole, signal=self.target.capture(inputs))
         loss = out["loss"] * (self.accelerator.num_processes if model.training else 1)
         self._add("train" if model.training else "eval", out["metrics"])
         if model.training:

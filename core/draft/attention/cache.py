@@ -30,7 +30,7 @@ class DecodingCache:
         self._cache = DynamicCache()
 
     def __len__(self) -> int:
-        return self._cache.get_seq_length()
+        return max((layer.get_seq_length() for layer in self._cache.layers), default=0)
 
     def extend(self, layer: int, k_BHQd: Tensor, v_BHQd: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Append, and return everything so far as one entry."""
@@ -38,6 +38,7 @@ class DecodingCache:
         return [keys], [values]
 
     def crop(self, length: int) -> None:
-        """Forget all beyond the first `length` slots."""
-        if len(self) > length:
-            self._cache.crop(length - len(self))
+        """Forget all beyond the first `length` slots, in every layer that has more."""
+        for layer in self._cache.layers:
+            if layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())

@@ -1,7 +1,9 @@
 """Attention geometries: how queries, keys, values and the output are projected. They know nothing of algorithms."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -12,9 +14,23 @@ Rotary = tuple[Tensor, Tensor]
 """cos and sin, each [B, Q, d]."""
 
 
-def take_rows(x_BSX: Tensor, rows_BQ: Tensor | None) -> Tensor:
-    """The inputs `rows_BQ` of x, [B, Q, X]; all of them if rows is None."""
-    return x_BSX if rows_BQ is None else x_BSX.gather(1, rows_BQ[..., None].expand(-1, -1, x_BSX.shape[-1]))
+def take_rows(x_BSX: Tensor, rows: Tensor | int | None) -> Tensor:
+    """The inputs `rows` [B, Q] of x, or so many of the last, [B, Q, X]; all of them if rows is None."""
+    if isinstance(rows, int):
+        return x_BSX[:, x_BSX.shape[1] - rows :]
+    return x_BSX if rows is None else x_BSX.gather(1, rows[..., None].expand(-1, -1, x_BSX.shape[-1]))
+
+
+def among_keys(rows: Tensor | int | None, keys: Sequence[Tensor], x_BSX: Tensor) -> Tensor | None:
+    """Where the inputs `rows` stand among the keys of the newest entry, which earlier calls may have begun; None: they are the last."""
+    return rows + (keys[-1].shape[2] - x_BSX.shape[1]) if isinstance(rows, Tensor) else None
+
+
+def rotated(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x turned by its positions; where cos is narrower than a head, its first dimensions alone (partial rotary)."""
+    turned, rest = x_BHSd[..., : cos.shape[-1]], x_BHSd[..., cos.shape[-1] :]
+    turned = apply_rotary_pos_emb(turned, turned, cos, sin)[0]
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 class GroupedQueryAttention(nn.Module):
@@ -35,19 +51,18 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = make(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = make(config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | None) -> Tensor:
+    def forward(self, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | int | None) -> Tensor:
         """Attention output [B, Q, D] of the inputs `rows`; all inputs give keys and values."""
         cos, sin = rotary
         x_BQX, cos_q, sin_q = (take_rows(t, rows) for t in (x_BSX, cos, sin))
         q_BHQd = self.q_norm(self._heads(self.q_proj(x_BQX)))
         k_BHSd = self.k_norm(self._heads(self.k_proj(x_BSX)))
         v_BHSd = self._heads(self.v_proj(x_BSX))
-        q_BHQd, _ = apply_rotary_pos_emb(q_BHQd, q_BHQd, cos_q, sin_q)
-        k_BHSd, _ = apply_rotary_pos_emb(k_BHSd, k_BHSd, cos, sin)
+        q_BHQd, k_BHSd = rotated(q_BHQd, cos_q, sin_q), rotated(k_BHSd, cos, sin)
         # Under autocast norms and rotation may hand back float32 while v is in half precision; kernels want one dtype.
         q_BHQd, k_BHSd = q_BHQd.to(v_BHSd.dtype), k_BHSd.to(v_BHSd.dtype)
         keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])
-        out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale)
+        out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale, among_keys(rows, keys, x_BSX))
         return self.o_proj(out_BHQd.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BSX: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ...contracts.draft import KeyValueCache, Pattern
-from .geometry import Rotary, take_rows
+from .geometry import Rotary, among_keys, take_rows
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -44,7 +44,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(self.latent, self.heads * (self.nope + self.v), bias=False)
         self.o_proj = nn.Linear(self.heads * self.v, config.hidden_size, bias=bias)
 
-    def forward(self, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | None) -> Tensor:
+    def forward(self, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | int | None) -> Tensor:
         """Attention output [B, Q, D] of the inputs `rows`; all inputs give keys and values."""
         cos, sin = rotary
         x_BQX, cos_q, sin_q = (take_rows(t, rows) for t in (x_BSX, cos, sin))
@@ -63,7 +63,7 @@ class MultiHeadLatentAttention(nn.Module):
             for t in (torch.cat([q_nope_BHQd, q_rope_BHQr], dim=-1), torch.cat([k_nope_BHSd, k_rope_BHSr], dim=-1), v_BHSd)
         )
         keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])
-        out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale)[..., : self.v]
+        out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale, among_keys(rows, keys, x_BSX))[..., : self.v]
         return self.o_proj(out_BHQd.transpose(1, 2).flatten(2))
 
     def _queries(self, x_BQX: Tensor) -> Tensor:

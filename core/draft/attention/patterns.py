@@ -1,8 +1,7 @@
-"""Attention patterns: who sees whom, as `attend(q, keys, values, scale)`. They know nothing of architectures."""
+"""Attention patterns: who sees whom, as `attend(q, keys, values, scale, rows)`. They know nothing of architectures."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -41,60 +40,64 @@ class Causal:
 
     documents: Tensor | None = None
     """[B, S] document of each position; None: all one document."""
-    rows: Tensor | None = None
-    """[B, Q] positions of the queries; None: the last Q."""
     backend: Backend = "auto"
 
-    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+    def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """See `Pattern.visible`."""
         device = self.documents.device if self.documents is not None else None
-        return causal_mask(self.documents, self.rows, queries, entries[0], device)[:, 0].expand(batch, -1, -1)
+        return causal_mask(self.documents, rows, queries, entries[0], device)[:, 0].expand(batch, -1, -1)
 
-    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
         k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
         queries, known = q_BHQd.shape[2], k.shape[2]
-        plain = self.documents is None and self.rows is None
-        if self.backend == "eager":
-            mask = causal_mask(self.documents, self.rows, queries, known, q_BHQd.device)
-            return unrolled_eager(q_BHQd, [k], [v], mask, scale)
-        if plain and queries in (1, known):
+        plain = self.documents is None and rows is None and queries in (1, known)
+        if plain and self.backend != "eager":
             return F.scaled_dot_product_attention(q_BHQd, k, v, is_causal=queries > 1, scale=scale)
-        mask = causal_mask(self.documents, self.rows, queries, known, q_BHQd.device)
+        mask = causal_mask(self.documents, rows, queries, known, q_BHQd.device)
+        if self.backend == "eager":
+            return unrolled_eager(q_BHQd, [k], [v], mask, scale)
         return F.scaled_dot_product_attention(q_BHQd, k, v, attn_mask=mask, scale=scale)
 
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Training-time test (EAGLE-3, section 3.2): the causal keys of step 0, then the own slot at steps 1 to k, one joint softmax."""
+    """Training-time test (EAGLE-3, section 3.2): the causal keys of step 0, then the own slot at steps 1 to k, one joint softmax.
+
+    The first call is causal over all inputs; those after it are of the slots alone.
+    """
 
     documents: Tensor
-    """[B, S] document of each slot."""
-    rows: Tensor
-    """[B, Q] slots of the queries."""
+    """[B, S] document of each input of the first call."""
+    slots: Tensor
+    """[B, Q] the inputs of the first call that are drafted on."""
     backend: Backend = "auto"
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def mask(self) -> Tensor:
-        """[B, 1, Q, S], True where a query may look at step 0's keys."""
-        return causal_mask(self.documents, self.rows, self.rows.shape[1], self.documents.shape[1], self.documents.device)
-
-    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+    def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """See `Pattern.visible`."""
-        own_BQQ = torch.eye(queries, dtype=torch.bool, device=self.rows.device).expand(batch, -1, -1)
-        return torch.cat([self.mask[:, 0]] + [own_BQQ] * (len(entries) - 1), dim=-1)
+        own_BQQ = torch.eye(queries, dtype=torch.bool, device=self.slots.device).expand(batch, -1, -1)
+        return torch.cat([self._mask(len(entries), rows)[:, 0]] + [own_BQQ] * (len(entries) - 1), dim=-1)
 
-    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over `keys[0]` [B, H, S, d] and the same-slot entries `keys[1:]` [B, H, Q, d]; see `Pattern.attend`."""
         heads = q_BHQd.shape[1]
         keys, values = [expand_heads(k, heads) for k in keys], [expand_heads(v, heads) for v in values]
         if self.backend == "eager" or q_BHQd.device.type != "cpu":
-            return unrolled_eager(q_BHQd, keys, values, self.mask, scale)
-        if q_BHQd.dtype not in self._additive:
-            blocked = torch.zeros(self.mask.shape, dtype=q_BHQd.dtype, device=q_BHQd.device)
-            self._additive[q_BHQd.dtype] = blocked.masked_fill_(~self.mask, float("-inf"))
-        return unrolled_flash(q_BHQd, keys, values, self._additive[q_BHQd.dtype], scale)
+            return unrolled_eager(q_BHQd, keys, values, self._mask(len(keys), rows), scale)
+        on_slots = len(keys) > 1 or (rows is not None and torch.equal(rows, self.slots))
+        blocked = self._additive.get(q_BHQd.dtype) if on_slots else None  # all steps, and all layers, share it
+        if blocked is None:
+            mask = self._mask(len(keys), rows)
+            blocked = torch.zeros(mask.shape, dtype=q_BHQd.dtype, device=q_BHQd.device).masked_fill_(~mask, float("-inf"))
+        if on_slots:
+            self._additive[q_BHQd.dtype] = blocked
+        return unrolled_flash(q_BHQd, keys, values, blocked, scale)
+
+    def _mask(self, entries: int, rows: Tensor | None) -> Tensor:
+        """[B, 1, Q, S], True where a query may look at the first call's keys."""
+        places, length = (rows if entries == 1 else self.slots), self.documents.shape[1]
+        return causal_mask(self.documents, places, length, length, self.documents.device)
 
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -107,21 +110,19 @@ class Masked:
 
     sees: MaskFunction
     """Of indices of inputs: queries as well as keys are counted among all inputs."""
-    rows: Tensor | None = None
-    """[B, Q] inputs that are queries; None: the last Q."""
     backend: Backend = "auto"
-    _blocks: dict[tuple[int, int, int], Any] = field(default_factory=dict, repr=False)
+    _blocks: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
 
-    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+    def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """See `Pattern.visible`."""
-        return dense_mask(self.sees, self._rows(queries, entries[0], None).expand(batch, -1), entries[0])[:, 0]
+        return dense_mask(self.sees, _places(rows, queries, entries[0], None).expand(batch, -1), entries[0])[:, 0]
 
-    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
         k, v = keys[0], values[0]
-        rows_BQ = self._rows(q_BHQd.shape[2], k.shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
+        rows_BQ = _places(rows, q_BHQd.shape[2], k.shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
         if self.backend == "flex" or (self.backend == "auto" and q_BHQd.device.type == "cuda"):
-            shape = (*rows_BQ.shape, k.shape[2])
+            shape = (*rows_BQ.shape, k.shape[2], rows is None)
             if shape not in self._blocks:  # the layers of a draft share it
                 self._blocks[shape] = block_mask(self.sees, rows_BQ, k.shape[2])
             return masked_flex(q_BHQd, k, v, self._blocks[shape], scale)
@@ -130,19 +131,21 @@ class Masked:
             return unrolled_eager(q_BHQd, [k], [v], dense_mask(self.sees, rows_BQ, k.shape[2]), scale)
         return masked_dense(q_BHQd, k, v, self.sees, rows_BQ, scale)
 
-    def _rows(self, queries: int, keys: int, device: torch.device | None) -> Tensor:
-        return self.rows if self.rows is not None else torch.arange(keys - queries, keys, device=device)[None]
+
+def _places(rows_BQ: Tensor | None, queries: int, keys: int, device: torch.device | None) -> Tensor:
+    """Where the queries stand among the keys, [B or 1, Q]."""
+    return rows_BQ if rows_BQ is not None else torch.arange(keys - queries, keys, device=device)[None]
 
 
 @dataclass(frozen=True)
 class Full:
     """A query sees all keys: a block that is drafted at once."""
 
-    def visible(self, batch: int, queries: int, entries: Sequence[int]) -> Tensor:
+    def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """See `Pattern.visible`."""
         return torch.ones(batch, queries, entries[0], dtype=torch.bool)
 
-    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
         k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
         return F.scaled_dot_product_attention(q_BHQd, k, v, scale=scale)

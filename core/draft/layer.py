@@ -1,0 +1,59 @@
+"""A decoder layer of the draft's family, and what it takes over from a layer of the target."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..contracts.draft import DraftModel, KeyValueCache, Pattern
+from .attention.geometry import Rotary
+
+
+class DraftLayer(nn.Module):
+    """Norm, attention, norm, feed-forward, one after the other. A family that arranges them otherwise overrides `attend`.
+
+    An adapter names its own as `layer_class`.
+    """
+
+    def __init__(self, draft: DraftModel, layer: int, input_size: int):
+        super().__init__()
+        width = draft.config.hidden_size
+        self.input_layernorm: Any = draft.make_norm(width)
+        self.self_attn = draft.make_attention(layer, input_size)
+        self.post_attention_layernorm = draft.make_norm(width)
+        self.mlp = draft.make_mlp(layer)
+        self._gradient_checkpointing_func: Any = None
+        self.gradient_checkpointing = False
+        """transformers' switch. The feed-forward half is recomputed; attention's keys and values are kept for later steps anyway."""
+
+    def attend(
+        self, hidden_BQD: Tensor, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | int | None
+    ) -> Tensor:
+        """The layer's output [B, Q, D] for residual `hidden_BQD`: the inputs x give keys and values, those at `rows` are the queries.
+
+        x is normed already, by whoever puts it together of several parts.
+        """
+        hidden_BQD = hidden_BQD + self.self_attn(x_BSX, rotary, pattern, cache, rows)
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self._feed_forward, hidden_BQD)
+        return self._feed_forward(hidden_BQD)
+
+    def _feed_forward(self, hidden_BQD: Tensor) -> Tensor:
+        return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
+
+
+def take_over(layer: nn.Module, theirs: Mapping[str, Tensor], renamed: Mapping[str, str] = {}) -> int:
+    """Copy weights of a target's layer whose names and shapes agree; how many they were.
+
+    `renamed` maps beginnings of our names to theirs. A matrix twice as wide as theirs gets it in its second half, which reads the context.
+    """
+    taken = 0
+    for name, mine in layer.state_dict().items():
+        start = next((start for start in renamed if name.startswith(start)), "")
+        other = theirs.get(renamed.get(start, "") + name.removeprefix(start))
+        if other is not None and mine.ndim == 2 and mine.shape == (other.shape[0], 2 * other.shape[-1]):
+            mine = mine[:, other.shape[-1] :]
+        if other is not None and other.shape == mine.shape:
+            mine.copy_(other)
+            taken += 1
+    return taken

@@ -1,0 +1,159 @@
+"""How a draft takes in the target's context: side by side with the embedding, or as extra keys and values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..contracts.draft import DraftModel, KeyValueCache, Layout
+from .attention.geometry import take_rows
+from .layer import take_over
+
+
+class _Stack:
+    """What both wirings share: fc over the concatenated aux states, a stack of layers, a final norm."""
+
+    def modules(self, draft: DraftModel) -> dict[str, nn.Module]:
+        """See `Wiring`."""
+        config = draft.config
+        fc = nn.Linear(config.num_aux_hidden_states * config.target_hidden_size, config.hidden_size, bias=False)
+        return {"fc": fc, "layers": nn.ModuleList(self._layers(draft)), "norm": draft.make_norm(config.hidden_size)}
+
+    def _layers(self, draft: DraftModel) -> list[nn.Module]:
+        return [draft.make_layer(i, draft.config.hidden_size) for i in range(draft.config.num_hidden_layers)]
+
+    def project(self, draft: DraftModel, aux_BSA: Tensor) -> Tensor:
+        """See `Wiring`."""
+        return draft.fc(aux_BSA.to(draft.fc.weight.dtype))
+
+    def head_input(self, draft: DraftModel, hidden_BQD: Tensor) -> Tensor:
+        """See `Wiring`."""
+        return draft.norm(hidden_BQD)
+
+    def head_modules(self, draft: DraftModel) -> list[nn.Module]:
+        """See `Wiring`."""
+        return [draft.norm]
+
+    def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm_T: Tensor | None) -> list[str]:
+        """See `Wiring`: the last layers and the final norm; fc passes the last aux state, and of the others a little."""
+        taken, width = [], draft.config.hidden_size
+        if norm_T is not None and norm_T.shape == draft.norm.weight.shape:
+            draft.norm.weight.copy_(norm_T)
+            taken.append("final norm")
+        last_DD = draft.fc.weight[:, -width:]
+        if float(last_DD.diagonal().mean()) < 0.5:  # else it passes the last aux state already
+            draft.fc.weight.mul_(0.1)
+            last_DD += torch.eye(width, dtype=last_DD.dtype, device=last_DD.device)
+        if own := list(draft.layers):
+            pairs = zip(reversed(own), reversed(layers), strict=False)
+            copied = sum(take_over(layer, theirs, self._renamed(layer)) for layer, theirs in pairs)
+            taken.append(f"{copied} of {sum(len(layer.state_dict()) for layer in own)} layer tensors")
+        return taken
+
+    def _renamed(self, layer: nn.Module) -> Mapping[str, str]:
+        return {}
+
+    def saved(self, draft: DraftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `Wiring`."""
+        return state
+
+
+@dataclass(frozen=True)
+class Fused(_Stack):
+    """The first layer reads embedding and context side by side, each under its own norm (EAGLE-3, figure 5)."""
+
+    fc_norm: bool = False
+    """One norm per aux chunk before fc (EAGLE-3.1)."""
+    norm_output: bool = False
+    """The post-norm state is fed back, and the head applies no second norm (EAGLE-3.1)."""
+    norm_before_residual: bool = False
+    """The first layer adds to the normed context, not to the context itself."""
+
+    def modules(self, draft: DraftModel) -> dict[str, nn.Module]:
+        """See `Wiring`."""
+        config, made = draft.config, super().modules(draft)
+        if self.fc_norm:
+            made["fc_norm"] = nn.ModuleList(draft.make_norm(config.target_hidden_size) for _ in range(config.num_aux_hidden_states))
+        return made
+
+    def _layers(self, draft: DraftModel) -> list[nn.Module]:
+        width, count = draft.config.hidden_size, draft.config.num_hidden_layers
+        layers = [draft.make_layer(i, width if i else 2 * width) for i in range(count)]
+        for layer in layers[:1]:
+            layer.hidden_norm = draft.make_norm(width)
+        return layers
+
+    def project(self, draft: DraftModel, aux_BSA: Tensor) -> Tensor:
+        """See `Wiring`."""
+        if self.fc_norm:
+            chunks = aux_BSA.to(draft.fc.weight.dtype).chunk(len(draft.fc_norm), dim=-1)
+            aux_BSA = torch.cat([norm(chunk) for norm, chunk in zip(draft.fc_norm, chunks, strict=True)], dim=-1)
+        return super().project(draft, aux_BSA)
+
+    def backbone(self, draft: DraftModel, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
+        """Output at `layout.rows`, [B, Q', D]; embedding and context are those of the same inputs."""
+        rotary, hidden_BQD = draft.rotary_emb(embeds_BQD, layout.positions), context_BSD
+        layer: Any
+        for i, layer in enumerate(draft.layers):
+            # The layers below the last work on every input: the next one needs its keys and values.
+            rows = layout.rows if i == len(draft.layers) - 1 else None
+            x = layer.input_layernorm(hidden_BQD if i else embeds_BQD)
+            if i == 0:
+                normed_BQD = layer.hidden_norm(hidden_BQD)
+                x = torch.cat([x, normed_BQD], dim=-1)
+                hidden_BQD = normed_BQD if self.norm_before_residual else hidden_BQD
+            hidden_BQD = layer.attend(take_rows(hidden_BQD, rows), x, rotary, layout.pattern, cache, rows)
+        hidden_BQD = hidden_BQD if len(draft.layers) else take_rows(hidden_BQD, layout.rows)
+        return draft.norm(hidden_BQD) if self.norm_output else hidden_BQD
+
+    def head_input(self, draft: DraftModel, hidden_BQD: Tensor) -> Tensor:
+        """See `Wiring`."""
+        return hidden_BQD if self.norm_output else super().head_input(draft, hidden_BQD)
+
+    def head_modules(self, draft: DraftModel) -> list[nn.Module]:
+        """See `Wiring`."""
+        return [] if self.norm_output else super().head_modules(draft)
+
+    def _renamed(self, layer: nn.Module) -> Mapping[str, str]:
+        """A target's layer reads what is the context here; the norm of the embedding has no counterpart."""
+        return {"hidden_norm.": "input_layernorm.", "input_layernorm.": "-"} if hasattr(layer, "hidden_norm") else {}
+
+    def saved(self, draft: DraftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Layers above the first carry their norm under both names that engines read (`input_layernorm`, `hidden_norm`)."""
+        upper = [f"layers.{i}" for i in range(1, len(draft.layers))]
+        return {**state, **{f"{layer}.hidden_norm.weight": state[f"{layer}.input_layernorm.weight"].clone() for layer in upper}}
+
+    @property
+    def fields(self) -> dict[str, bool]:
+        """The flags as engines read them in `config.json`."""
+        return {"fc_norm": self.fc_norm, "norm_output": self.norm_output, "norm_before_residual": self.norm_before_residual}
+
+
+@dataclass(frozen=True)
+class Prefix(_Stack):
+    """In every layer the context gives keys and values beside the embeddings' own; it is itself never a query (DFlash).
+
+    A norm follows fc.
+    """
+
+    def modules(self, draft: DraftModel) -> dict[str, nn.Module]:
+        """See `Wiring`."""
+        return {**super().modules(draft), "hidden_norm": draft.make_norm(draft.config.hidden_size)}
+
+    def project(self, draft: DraftModel, aux_BSA: Tensor) -> Tensor:
+        """See `Wiring`."""
+        return draft.hidden_norm(super().project(draft, aux_BSA))
+
+    def backbone(self, draft: DraftModel, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
+        """Output at `layout.rows`, [B, Q', D]. The inputs are the context's S, then the embeddings' Q."""
+        rotary, hidden_BQD = draft.rotary_emb(embeds_BQD, layout.positions), embeds_BQD
+        layer: Any
+        for i, layer in enumerate(draft.layers):
+            # The layers below the last work on every embedding: the next one needs its keys and values.
+            rows = layout.rows if layout.rows is not None and i == len(draft.layers) - 1 else embeds_BQD.shape[1]
+            x_BSD = torch.cat([context_BSD, layer.input_layernorm(hidden_BQD)], dim=1)
+            own = rows if isinstance(rows, int) else rows - context_BSD.shape[1]
+            hidden_BQD = layer.attend(take_rows(hidden_BQD, own), x_BSD, rotary, layout.pattern, cache, rows)
+        return hidden_BQD

@@ -1,0 +1,72 @@
+"""The loss of all drafting steps, readable: what `chunked` must agree with."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..contracts.algorithm import Step
+from ..contracts.objective import ObjectiveBase
+from .objectives import CrossEntropy
+from .teachers import Supervisor
+
+METRICS = ("count", "correct", "accepted", "cross_entropy")
+"""The metrics of a `Step`, in order."""
+
+
+class Head(Protocol):
+    """The part of a draft that a loss reads."""
+
+    draft_ids: Any
+
+    def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
+        """See `DraftModel.compute_logits`."""
+        ...
+
+
+def step_weights(steps: int, decay: float) -> list[float]:
+    """decay^k / Σ decay^j: what each drafting step weighs (EAGLE-3's 0.8)."""
+    total = sum(decay**k for k in range(steps))
+    return [decay**k / total for k in range(steps)]
+
+
+def reference(
+    draft: Head,
+    states: Sequence[Tensor],
+    teacher: Supervisor,
+    rows: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    objective: ObjectiveBase = CrossEntropy(),
+) -> Step:
+    """`Σ_k Σ_n weights[k][n] · objective(teacher, draft)`, and the metrics of every step.
+
+    Per drafting step k: `states[k]` [N_k, D] draft states, `rows[k]` [N_k] the teacher row each one is held against, `weights[k]`
+    [N_k], or one for all, already carrying the step's weight and its denominator. A row whose teacher's top token the draft cannot
+    name has no loss, and counts as a miss. Any reduction is a choice of weights. Metrics (sums over rows, [K]): `count`, `correct` (top
+    tokens agree), `accepted` (Σ min(p, q) over the target's vocabulary: the chance that speculative sampling accepts), `cross_entropy`
+    (unweighted, whatever the objective).
+    """
+    total, draft_ids_W = states[0].new_zeros((), dtype=torch.float32), draft.draft_ids
+    sums: dict[str, list[Tensor]] = {name: [] for name in METRICS}
+    for state_ND, rows_N, weight_N in zip(states, rows, weights, strict=True):
+        log_q_NW = draft.compute_logits(state_ND).float().log_softmax(-1)
+        p_NW, mass_N = teacher.probabilities(rows_N, draft_ids_W), teacher.mass(rows_N)
+        top_N = teacher.top_R[rows_N]
+        nameable_N = draft_ids_W[torch.searchsorted(draft_ids_W, top_N).clamp(max=len(draft_ids_W) - 1)] == top_N
+        total = total + (weight_N * nameable_N * objective.loss(log_q_NW, p_NW, mass_N)).sum()
+        with torch.no_grad():
+            sums["count"].append(torch.full_like(total, len(rows_N)))
+            sums["correct"].append((draft_ids_W[log_q_NW.argmax(-1)] == top_N).sum().float())
+            sums["accepted"].append(torch.minimum(p_NW * mass_N[:, None], log_q_NW.exp()).sum())
+            sums["cross_entropy"].append((nameable_N * -(p_NW * log_q_NW).sum(-1)).sum())
+    return Step(total, {name: torch.stack(values) for name, values in sums.items()})
+
+
+def estimated_tau(acceptance: Sequence[float]) -> float:
+    """Tokens per target pass if step k is accepted with `acceptance[k]`: 1 + Σ_k Π_{i≤k} α_i (the bonus token included)."""
+    tau, survives = 1.0, 1.0
+    for alpha in acceptance:
+        survives *= alpha
+        tau += survives
+    return tau
