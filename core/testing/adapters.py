@@ -231,8 +231,8 @@ class AdapterTests(Conformance):
             if not apart[-1]:
                 break
         else:
-            least = ", ".join(min(apart, key=lambda names: len(names)))
-            pytest.skip(f"draft and target do not share {least}: the draft's layers are not the family's own")
+            least: list[str] = min(apart, key=len)
+            pytest.skip(f"draft and target do not share {', '.join(least)}: the draft's layers are not the family's own")
         out = model(ids := torch.arange(1, 10)[None], output_hidden_states=True)
         context = out.hidden_states[-1 - len(draft.layers)]
         hidden = draft.backbone(torch.zeros_like(context), context, Layout(torch.arange(ids.shape[1])[None], Causal()))
