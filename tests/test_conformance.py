@@ -1,4 +1,4 @@
-"""Every adapter, algorithm and engine of this repository under the kit that third parties use."""
+"""Every adapter, algorithm, engine and format of this repository under the kit that third parties use."""
 
 from typing import Any, ClassVar
 
@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_config
 from transformers import DeepseekV2Config, DeepseekV3Config, Phi3Config, Qwen3Config, StableLmConfig
 
-from foredraft import auto_draft
+from foredraft import auto_draft, default_registry
 from foredraft.adapters.deepseek_v3 import DeepseekV3Draft, DeepseekV3MoEDraft
 from foredraft.adapters.generic import GenericDraft
 from foredraft.adapters.llama import LlamaDraft
@@ -17,10 +17,14 @@ from foredraft.plugins.dflash import DFlash
 from foredraft.plugins.eagle3 import Eagle3, Eagle31
 from foredraft.plugins.hf import Transformers
 from foredraft.plugins.medusa import Medusa
+from foredraft.plugins.nemo import NeMo
 from foredraft.plugins.peagle import PEagle
+from foredraft.plugins.plain import Plain
+from foredraft.plugins.safeailab import SafeAILab
 from foredraft.plugins.sglang import SGLang
+from foredraft.plugins.speculators import Speculators
 from foredraft.plugins.vllm import VLLM
-from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests
+from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests, FormatTests
 
 TINY = {
     "vocab_size": 50,
@@ -183,3 +187,45 @@ class TestSGLang(OneEngine):
 
 class TestTransformers(OneEngine):
     cls = Transformers
+
+
+class OneForm(FormatTests):
+    """A format whose files hold our own fields; how it calls the tensors, if otherwise, is stated."""
+
+    cls: Any
+    ours, theirs = "", ""
+    """How a name begins, here and there."""
+    unsaid: tuple[str, ...] = ()
+    """Fields that mean something else there."""
+
+    @pytest.fixture
+    def form(self) -> Any:
+        return self.cls
+
+    def write(self, form: Any, draft: Any, tensors: Any) -> Any:
+        fields = {name: value for name, value in draft.config.to_dict().items() if name not in ("foredraft", *self.unsaid)}
+        named = {name: self.theirs + name.removeprefix(self.ours) if name.startswith(self.ours) else name for name in tensors}
+        return fields, {named[name]: tensor for name, tensor in tensors.items()}
+
+
+class TestPlain(OneForm):
+    cls = Plain
+
+
+class TestNeMo(OneForm):
+    cls, theirs = NeMo, "model."
+
+
+class TestSafeAILab(OneForm):
+    cls, ours, theirs = SafeAILab, "layers.0.", "midlayer."
+    unsaid = ("norm_output",)
+
+
+class TestSpeculators(FormatTests):
+    @pytest.fixture(params=["eagle3", "peagle", "dflash"])
+    def algorithm(self, request: pytest.FixtureRequest) -> Any:
+        return default_registry().algorithm(request.param)
+
+    @pytest.fixture
+    def form(self) -> Any:
+        return Speculators

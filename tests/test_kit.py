@@ -12,7 +12,7 @@ from tiny import tiny_config
 from torch import Tensor, nn
 from transformers import ArceeConfig
 
-from foredraft import DraftSpec
+from foredraft import DraftSpec, ForedraftError, FormatBase
 from foredraft.adapters.llama import LlamaDraft
 from foredraft.contracts.algorithm import Plan, Step
 from foredraft.contracts.draft import Layout
@@ -22,7 +22,7 @@ from foredraft.contracts.options import Frozen
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft.attention import Causal, Full, GroupedQueryAttention, Unrolled
 from foredraft.plugins.eagle3 import Eagle3
-from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests
+from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests, FormatTests
 from foredraft.testing.case import Case
 from foredraft.testing.passes import Probe, build
 
@@ -386,6 +386,77 @@ def test_broken_engines(case: str) -> None:
     arguments: dict[str, Any] = {"test_registers": {}, "test_refuses_with_a_reason": {"config": {}}}.get(check, {"served": served})
     with pytest.raises(AssertionError, match=message):
         getattr(EngineTests(), check)(broken, **arguments)
+
+
+class Prefixed(FormatBase):
+    """Ours under other names: what the broken ones below start from."""
+
+    name = "prefixed"
+    summary = "drafts under a prefix"
+    sign = "names that begin with 'mine.'"
+
+    def recognises(self, names: Any, config: Any) -> bool:
+        return any(name.startswith("mine.") for name in names)
+
+    def rename(self, name: str) -> str | None:
+        return name.removeprefix("mine.")
+
+    def write(self, draft: Any, tensors: Any, algorithm: str | None, num_tokens: int) -> Any:
+        fields = {name: value for name, value in draft.config.to_dict().items() if name != "foredraft"}
+        return fields, {f"mine.{name}": tensor for name, tensor in tensors.items()}
+
+
+def writing(change: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> dict[str, Any]:
+    """Other fields or tensors."""
+    return {"write": lambda self, *asked: change(*Prefixed.write(self, *asked))}
+
+
+FORMATS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "claims all": (
+        {"recognises": lambda self, names, config: True, "priority": 2},
+        "test_recognises_its_own",
+        "recognises\\(\\) claims too much",
+    ),
+    "too modest": ({"recognises": lambda self, names, config: False}, "test_recognises_its_own", "no draft in a format|is taken for"),
+    "rounded": (
+        writing(lambda fields, tensors: (fields, {n: t.half().to(t.dtype) for n, t in tensors.items()})),
+        "test_round_trip",
+        "bit for bit",
+    ),
+    "in place": (
+        writing(lambda fields, tensors: (fields, {n: t.neg_() if n == "mine.norm.weight" else t for n, t in tensors.items()})),
+        "test_round_trip",
+        "norm.weight",
+    ),
+    "a field lost": (
+        writing(lambda fields, tensors: ({**fields, "rms_norm_eps": 0.5}, tensors)),
+        "test_round_trip",
+        "proposes from other logits: a field",
+    ),
+    "trusting": (
+        {"flatten": lambda self, config: {**config, "hidden_size": 0 + config["hidden_size"]}},
+        "test_odd_configs",
+        "hidden_size = 'nothing' raises KeyError",
+    ),
+    "finds fault": (
+        {"findings": lambda self, files: [note("x", "it is odd", "b", "c")]},
+        "test_findings",
+        "of a checkpoint that is as it should be: it is odd",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_broken_formats(case: str, tmp_path: Path) -> None:
+    fields, check, message = FORMATS[case]
+    broken, suite = type("Broken", (Prefixed,), {"name": "broken", **fields}), FormatTests()
+    pair = Case.of(Eagle3)
+    arguments: dict[str, Any] = {"case": pair, "size": None, "dtype": torch.float32, "tmp_path": tmp_path}
+    if check != "test_round_trip":
+        arguments = {"checkpoint": suite.written(broken, pair.draft, tmp_path / "theirs")}
+        arguments |= {"case": pair} if check == "test_recognises_its_own" else {}
+    with pytest.raises((AssertionError, ForedraftError), match=message):
+        getattr(suite, check)(broken, **arguments)
 
 
 def test_failures_are_declared_by_name() -> None:
