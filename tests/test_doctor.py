@@ -26,8 +26,8 @@ from foredraft.contracts.finding import Finding, note, warning
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.doctor import Subject, ask_engines, dynamic, examine, mend, open_subject, suspects
 from foredraft.doctor.bench import Bench, Forced, answers
-from foredraft.doctor.examine import CHECKS
-from foredraft.doctor.mend import MENDS
+from foredraft.doctor.mends import MENDS
+from foredraft.doctor.static import CHECKS
 from foredraft.doctor.suspects import Variant
 from foredraft.files.raw import Checkpoint
 

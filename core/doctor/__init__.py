@@ -3,8 +3,8 @@
 from ..contracts.finding import Finding
 from ..files.raw import SIDE_FILE, Checkpoint, TensorInfo
 from .dynamic import Runner, diagnose, measured
-from .examine import ask_engines, examine, examine_subject, open_subject, worst_first
 from .mend import mend
+from .static import ask_engines, examine, examine_subject, open_subject, worst_first
 from .subject import Subject
 
 __all__ = [

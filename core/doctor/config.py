@@ -5,12 +5,13 @@ from typing import Any
 
 from ..contracts.aux_layers import check_aux_layers
 from ..contracts.finding import Finding, error, note, warning
+from ..contracts.options import MOST
 from ..errors import ForedraftError
 from ..files.raw import DTYPES
 from ..files.spellings import NESTED, flat
-from ..formats.fields import DraftFields
-from .described import spec_of
-from .subject import MAX_INTEGER, MAX_LAYERS, Subject, as_integer, as_mapping
+from .described import LARGE, spec_of
+from .opened import as_integer, as_mapping
+from .subject import Subject
 
 INTEGERS = (
     "hidden_size",
@@ -56,7 +57,7 @@ def types(s: Subject) -> Iterator[Finding]:
     if wrong := [f"{name}={str(value)[:40]!r}" for name, value in stated.items() if not TYPES[name](value)]:
         yield error(
             "config-types",
-            f"{', '.join(wrong)}: sizes are integers up to {MAX_INTEGER}, flags true or false, names text",
+            f"{', '.join(wrong)}: sizes are integers up to {LARGE}, flags true or false, names text",
             "engines fail while they load, or read them as something else",
             "write what the draft was trained with",
         )
@@ -169,13 +170,6 @@ def features(s: Subject) -> Iterator[Finding]:
             "engines feed the draft the target's last hidden state alone",
             "set use_aux_hidden_state to true and name an EAGLE-3 architecture",
         )
-    if s.single_feature:
-        yield note(
-            "eagle1",
-            "an EAGLE-1 or EAGLE-2 draft: it reads one feature of the target",
-            "only the general checks were made",
-            "nothing to do",
-        )
 
 
 def mask_token(s: Subject) -> Iterator[Finding]:
@@ -238,7 +232,7 @@ def sliding_window(s: Subject) -> Iterator[Finding]:
     else:
         yield from _windows(s, kinds, window)
     held = s.integer("num_hidden_layers")
-    if isinstance(kinds, list) and held is not None and held <= MAX_LAYERS and len(kinds) != held:
+    if isinstance(kinds, list) and held is not None and held <= MOST and len(kinds) != held:
         yield warning(
             "layer-types", f"layer_types names {len(kinds)} layers, the draft has {held}", "loaders disagree", "one name per layer"
         )
@@ -270,54 +264,4 @@ def _windows(s: Subject, kinds: Any, window: Any) -> Iterator[Finding]:
         )
 
 
-def recorded(s: Subject) -> dict[str, Any]:
-    """What foredraft recorded of fields when it made the draft, without those of which other checks tell."""
-    wanted = {name: s.spec[name] for name in ("fc_norm", "norm_output", "norm_before_residual") if name in s.spec}
-    elsewhere = ("attention_bias", "eagle_aux_hidden_state_layer_ids", "mask_token_id", "mlp_bias", "rope_parameters")
-    wanted |= {name: value for name, value in s.saved.items() if name not in elsewhere}
-    for name, spec, held in (("num_hidden_layers", "num_layers", len(s.layers)), ("num_aux_hidden_states", "num_aux", s.chunks)):
-        if spec in s.spec and s.integer(name) == held:  # else the file says which is right
-            wanted[name] = s.spec[spec]
-    wanted |= {name: s.remade[name] for name in ("architectures", "model_type", *s.written) if s.remade.get(name) is not None}
-    return wanted
-
-
-def record(s: Subject) -> Iterator[Finding]:
-    """Fields that differ from what foredraft recorded when it made the draft."""
-    found = {name: (s.fields.get(name), then) for name, then in recorded(s).items()}
-    changed = [
-        (name, now, then)
-        for name, (now, then) in found.items()
-        if (now or False) != (then or False) and not (now is None and name in NEEDED) and (now is None or TYPES.get(name, bool)(now))
-    ]
-    if changed:
-        yield error(
-            "record-disagrees",
-            "; ".join(f"{name}={str(now)[:40]}, made with {str(then)[:40]}" for name, now, then in changed),
-            "the draft runs otherwise than it was trained, or engines take it for another",
-            "write what it was made with (the entry 'foredraft' of config.json)",
-        )
-
-
-def foreign(s: Subject) -> Iterator[Finding]:
-    """Of our drafts: what engines would compute by fields that no draft of ours has."""
-    from pydantic import ValidationError
-
-    if not s.made:
-        return
-    # Others say what is wrong there.
-    skipped = ("layer_types", "sliding_window", "use_sliding_window", "use_swa", "norm_before_fc", "use_aux_hidden_state", *NESTED)
-    try:
-        problems = DraftFields.model_validate({n: v for n, v in flat(s.fields).items() if n not in skipped}).objections()
-    except ValidationError:  # fields of a wrong type are named elsewhere
-        return
-    if problems:
-        yield error(
-            "config-foreign",
-            "; ".join(problems)[:300],
-            "the draft was trained without: engines that read this compute something else",
-            "take these fields out of config.json",
-        )
-
-
-CHECKS = (types, layers, aux_layers, features, mask_token, activation, sliding_window, record, foreign)
+CHECKS = (types, layers, aux_layers, features, mask_token, activation, sliding_window)

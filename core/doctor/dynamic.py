@@ -19,7 +19,7 @@ from ..formats import open_draft
 from ..progress import Progress
 from ..target.loading import load_target, load_tokenizer
 from .bench import Acceptance, Bench, Forced, Text, answers
-from .examine import ORDER, ask_engines, examine_subject, worst_first
+from .static import ORDER, ask_engines, examine_subject, worst_first
 from .subject import Subject
 from .suspects import SUSPECTS, Suspect
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.finding import Finding, error, note, warning
+from .opened import as_integer, as_mapping
 from .origin import named_share, nearest
-from .subject import Subject, as_integer, as_mapping
+from .subject import Subject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,15 +82,7 @@ def embedding(s: Subject) -> Iterator[Finding]:
     if mine is None or mine.ndim != 2:
         return
     theirs = s.target_embedding()
-    if theirs is None:
-        if looks_fresh(mine):
-            yield note(
-                "embedding-fresh",
-                "embed_tokens looks like random numbers: all rows are equally long",
-                "if it was never set, the draft cannot tell tokens apart",
-                "check it with --target",
-            )
-    elif theirs.shape == mine.shape and (close := likeness(mine, theirs)) < 0.5:
+    if theirs is not None and theirs.shape == mine.shape and (close := likeness(mine, theirs)) < 0.5:
         yield (error if looks_fresh(mine) or close < 0.1 else warning)(
             "embedding-random",
             f"embed_tokens is not the target's: the rows' mean cosine is {close:.2f}"
@@ -102,12 +95,9 @@ def embedding(s: Subject) -> Iterator[Finding]:
 def head(s: Subject) -> Iterator[Finding]:
     """A head that looks as if it was never set."""
     mine, theirs, ids = s.load("lm_head.weight"), s.target_head(), s.draft_ids()
-    if mine is None or mine.ndim != 2 or not looks_fresh(mine):
+    if mine is None or theirs is None or ids is None or mine.ndim != 2 or not looks_fresh(mine):
         return
-    if theirs is None:
-        yield note("head-fresh", "lm_head looks like random numbers: all rows are equally long", "if so, it drafts noise", "use --target")
-        return
-    fits = ids is not None and theirs.shape[1:] == mine.shape[1:] and int(ids.max()) < len(theirs)
+    fits = theirs.shape[1:] == mine.shape[1:] and int(ids.max()) < len(theirs)
     if fits and (close := likeness(mine, theirs[ids])) < 0.1 and not bool(nearest(mine, theirs)[2].float().mean() > 0.5):
         yield error(
             "head-random",
@@ -185,14 +175,6 @@ def tokenizer(s: Subject) -> Iterator[Finding]:
             "tokenizer-vocab",
             f"the target's tokenizer goes to id {tokens - 1}, the draft's vocab_size is {vocabulary}",
             "tokens beyond it crash the draft",
-            "serve it with the target it was trained for",
-        )
-    own = _tokens(s.draft.path)
-    if tokens and own and own != tokens:
-        yield warning(
-            "tokenizer-draft",
-            f"the draft brings a tokenizer of {own} ids, the target's has {tokens}",
-            "engines use the target's; the draft may be of another target",
             "serve it with the target it was trained for",
         )
     if tokens and not _has_template(folder):

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..contracts.finding import Finding, error, note, warning
+from ..contracts.finding import Finding, error, warning
 from ..formats.fields import SCALINGS
-from .subject import Subject, as_mapping
+from .opened import as_mapping
+from .subject import Subject
 
 UNSCALED = ("llama3", "yarn", "longrope")
 """Kinds of scaling that start from the length of the target's first training."""
@@ -110,12 +111,6 @@ def against_target(s: Subject) -> Iterator[Finding]:
             f"the draft's RoPE scaling is {_short(scaling(mine) or None)}, the target's {_short(scaling(wanted) or None)}",
             f"unless it was trained with its own, {CONTEXT}",
             "write the target's rope_parameters and rope_scaling",
-        )
-    longest = s.target_fields.get("max_position_embeddings")
-    own = s.fields.get("max_position_embeddings")
-    if isinstance(longest, int) and isinstance(own, int) and own < longest:
-        yield note(
-            "positions-target", f"the draft goes to {own} positions, the target to {longest}", "SGLang may refuse", "write the target's"
         )
 
 

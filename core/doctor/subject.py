@@ -1,4 +1,4 @@
-"""What the checks look at: one view of a draft in any format, told by its content, and of its target."""
+"""What the checks look at: a draft in any format, what its content tells of it, and its target."""
 
 import re
 from collections.abc import Mapping
@@ -9,141 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from ..contracts.algorithm import AlgorithmBase
 from ..contracts.engine import architecture_of
-from ..contracts.format import FormatBase
 from ..errors import ForedraftError
-from ..files.raw import Checkpoint
 from ..files.spellings import AUX_LAYERS, MASK_TOKEN, value
-from ..formats.content import algorithm_of, known_by
-from ..registry import Registry, default_registry
+from ..formats.content import algorithm_of
 from .described import as_ours, build, spec_of
+from .opened import Opened, as_integer, as_mapping
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..draft.model import BaseDraft
 
-MAX_INTEGER = 2**24
-"""More than any size, count or token id of a real model."""
-MAX_LAYERS = 1024
-EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
-"""Ends of its name in the files of targets."""
 _LAYER = re.compile(r"layers\.(\d{1,4})\.")
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Subject:
+class Subject(Opened):
     """A draft and, where known, its target. Fields and tensors that are not what they should be read as absent."""
-
-    draft: Checkpoint
-    target: Checkpoint | None = None
-    plugins: Registry | None = None
-    """None: all that is installed."""
-
-    @property
-    def registry(self) -> Registry:
-        """The plugins that are asked."""
-        return self.plugins or default_registry()
-
-    @cached_property
-    def forms(self) -> list[FormatBase]:
-        """The formats in which it is written, the surest first."""
-        found = []
-        for cls in self.registry.formats().values():
-            with suppress(Exception):  # a format is a plugin, and may stumble over what it did not expect
-                found += known_by([cls()], self.draft.tensors, self.draft.config)
-        return sorted(found, key=lambda form: -form.priority)
-
-    @cached_property
-    def fields(self) -> Mapping[str, Any]:
-        """The draft's config, a peer's in the words that engines know, as far as it can be read."""
-        for form in self.forms if not self.made else ():
-            with suppress(Exception):
-                return form.flatten(self.draft.config)
-        return self.draft.config
-
-    @cached_property
-    def target_fields(self) -> Mapping[str, Any]:
-        """The target's config, of a multimodal one that of its text model; empty without a target."""
-        config = self.target.config if self.target else {}
-        text = config.get("text_config")
-        return {**config, **text} if isinstance(text, Mapping) else config
-
-    @cached_property
-    def ours(self) -> Mapping[str, str]:
-        """The name in our format of each tensor that a draft reads, by the name in the file."""
-        named: dict[str, str | None] = {name: name for name in self.draft.tensors}
-        for form in self.forms:
-            named = {theirs: form.rename(ours) if ours else None for theirs, ours in named.items()}
-        return {theirs: ours for theirs, ours in named.items() if ours}
-
-    @cached_property
-    def names(self) -> Mapping[str, str]:
-        """The name in the file of each tensor, by the name in our format."""
-        return {ours: theirs for theirs, ours in self.ours.items()}
-
-    @cached_property
-    def made(self) -> Mapping[str, Any]:
-        """What foredraft recorded when it made the draft; empty for a peer's."""
-        return as_mapping(self.draft.config.get("foredraft"))
-
-    @cached_property
-    def spec(self) -> Mapping[str, Any]:
-        """What the algorithm asked for and what it was told, where foredraft recorded it."""
-        return {**as_mapping(self.made.get("options")), **as_mapping(self.made.get("spec"))}
-
-    @cached_property
-    def saved(self) -> Mapping[str, Any]:
-        """Fields as they were when foredraft wrote the draft, of those that its tensors do not tell."""
-        return as_mapping(self.made.get("fields"))
-
-    def integer(self, name: str) -> int | None:
-        """A size, count or id of the draft's config."""
-        return as_integer(self.fields.get(name))
-
-    def shape(self, name: str) -> Shape | None:
-        """Of the tensor called so in our format."""
-        return self.draft.tensors[self.names[name]].shape if name in self.names else None
-
-    def load(self, name: str) -> "Tensor | None":
-        """The tensor called so in our format; None if it is not there or cannot be read."""
-        try:
-            return self.draft.tensor(self.names[name]) if name in self.names else None
-        except ForedraftError:
-            return None
-
-    def load_target(self, end: str) -> "Tensor | None":
-        """The target's tensor whose name ends so; None if it is not there or cannot be read."""
-        names = self.target.tensors if self.target else ()
-        return self._load_target(next((name for name in names if name.endswith(end)), None))
-
-    def target_embedding(self) -> "Tensor | None":
-        """[V, T], whatever the target calls it; None if it is not there."""
-        return self._load_target(self._target_tables[0])
-
-    def target_head(self) -> "Tensor | None":
-        """[V, T], whatever the target calls it, its embedding where they are tied; None if it is not there."""
-        return self._load_target(self._target_tables[1])
-
-    def _load_target(self, name: str | None) -> "Tensor | None":
-        try:
-            return self.target.tensor(name) if self.target and name else None
-        except ForedraftError:
-            return None
-
-    @cached_property
-    def _target_tables(self) -> tuple[str | None, str | None]:
-        """The names of the target's embedding and head: matrices of a row per token that belong to no layer."""
-        rows, width = (as_integer(self.target_fields.get(name)) for name in ("vocab_size", "hidden_size"))
-        if self.target is None or not rows or not width:
-            return None, None
-        shapes = {name: info.shape for name, info in self.target.tensors.items() if not re.search(r"\.\d+\.", name)}
-        tables = [name for name, shape in shapes.items() if len(shape) == 2 and shape[1] == width and shape[0] >= rows]
-        embedding = next((name for end in EMBEDDING for name in tables if name.endswith(end)), None)
-        heads = [name for name in tables if name != embedding]
-        if not heads and self.target_fields.get("tie_word_embeddings") is not False:
-            heads = [embedding] if embedding else []
-        return embedding, heads[0] if len(heads) == 1 else None
 
     @cached_property
     def algorithm(self) -> type[AlgorithmBase] | None:
@@ -202,21 +84,17 @@ class Subject:
         return self.integer("draft_vocab_size") or self.vocab_size
 
     @cached_property
-    def written(self) -> Mapping[str, Any]:
-        """Of a draft made by foredraft, the plain fields that its algorithm writes for engines, but for mask tokens."""
+    def remade(self) -> Mapping[str, Any]:
+        """Of a draft made by foredraft, what saving it writes for engines, but for aux layers and mask tokens; empty where that is open."""
+        draft, named = self.built, ("architectures", "model_type")
+        if draft is None or draft.algorithm is None:
+            return {}
         try:
-            fields = self.built.algorithm.engine_fields(self.built.config) if self.built and self.built.algorithm else {}
+            written, native = draft.algorithm.engine_fields(draft.config), draft.config.to_dict()
         except Exception:  # it may stumble over malformed fields
             return {}
-        return {name: v for name, v in fields.items() if isinstance(v, int | str) and name not in MASK_TOKEN}
-
-    @cached_property
-    def remade(self) -> Mapping[str, Any]:
-        """Of a draft made by foredraft, the fields that saving it would write; empty if that cannot be told."""
-        try:
-            return {**self.built.config.to_dict(), **self.written} if self.built else {}
-        except Exception:  # as above
-            return {}
+        plain = {name: field for name, field in written.items() if isinstance(field, int | str) and name not in MASK_TOKEN}
+        return {name: native[name] for name in named} | plain
 
     @property
     def whole(self) -> int | None:
@@ -315,13 +193,3 @@ class Subject:
 def layer_of(name: str) -> int | None:
     """The decoder layer that a tensor, by its name in our format, belongs to."""
     return int(match[1]) if (match := _LAYER.match(name)) else None
-
-
-def as_mapping(value: Any) -> Mapping[str, Any]:
-    """`value` if it is an object, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def as_integer(value: Any, low: int = 0) -> int | None:
-    """`value` if it is an integer of a sane size."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and low <= value <= MAX_INTEGER else None

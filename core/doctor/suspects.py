@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..contracts.aux_layers import check_aux_layers
 from ..draft.grouped_query import rope_of
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..files.spellings import AUX_LAYERS, MASK_TOKEN, value
+from .opened import readable
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,9 @@ def aux_layers(draft: Any, target: PreTrainedModel) -> Variants:
         tried.append(draft.algorithm.aux_layers(count) or type(draft).aux_layers(target.config, len(mine)))
     tried += [(*mine[:at], mine[at] + shift, *mine[at + 1 :]) for at in range(len(mine)) for shift in (1, -1) if len(mine) > 1]
     for layers in dict.fromkeys(tried):
-        if layers != mine and len(layers) == len(mine) and _readable(layers, count):
+        if layers != mine and len(layers) == len(mine) and readable(layers, count):
             change = f"aux layers {list(layers)} in place of {list(mine)}"
             yield Variant(change, {"eagle_aux_hidden_state_layer_ids": list(layers)})
-
-
-def _readable(layers: tuple[int, ...], count: int) -> bool:
-    try:
-        return bool(check_aux_layers(layers, count))
-    except ForedraftError:
-        return False
 
 
 def norms(draft: Any, target: PreTrainedModel) -> Variants:
@@ -179,8 +172,9 @@ def shape(draft: Any, target: PreTrainedModel) -> Variants:
         return
     for names in (("num_attention_heads", "num_key_value_heads", "head_dim"), ("rms_norm_eps",), ("hidden_act",)):
         theirs = {name: usual[name] for name in names if name in usual and hasattr(draft.config, name)}
-        differ = len(theirs) == len(names) and theirs != {name: getattr(draft.config, name) for name in names}
-        if differ and ("head_dim" not in names or _same_widths(draft.config, theirs)):
+        if len(theirs) < len(names) or theirs == {name: getattr(draft.config, name) for name in names}:
+            continue
+        if "head_dim" not in names or _same_widths(draft.config, theirs):
             yield Variant(", ".join(f"{name}={value}" for name, value in theirs.items()), theirs)
 
 
@@ -237,7 +231,8 @@ def noise(draft: Any, target: PreTrainedModel) -> Variants:
     """What a part of the draft passes on left out."""
     state = draft.state_dict()
     parts = {name: [name] for name in ("fc.weight", *(n for n in state if "." not in n and n not in ("d2t", "t2d")))}
-    parts |= {f"layers.{i}.{part}": [f"layers.{i}.{part}.{end}.weight"] for i in range(len(draft.layers)) for part, end in LAST.items()}
+    last = {"self_attn": "o_proj", "mlp": "down_proj"}
+    parts |= {f"layers.{i}.{part}": [f"layers.{i}.{part}.{end}.weight"] for i in range(len(draft.layers)) for part, end in last.items()}
     for part, names in parts.items():
         if all(name in state for name in names):
             yield Variant(f"{part} left out", state={name: torch.zeros_like(state[name]) for name in names})
@@ -246,9 +241,6 @@ def noise(draft: Any, target: PreTrainedModel) -> Variants:
         through = torch.zeros_like(draft.fc.weight)
         through[:, -width:] = torch.eye(width, dtype=through.dtype, device=through.device)
         yield Variant("fc passing on the last aux state as it is", state={"fc.weight": through})
-
-
-LAST = {"self_attn": "o_proj", "mlp": "down_proj"}
 
 
 SUSPECTS = (

@@ -11,8 +11,9 @@ from ..errors import ForedraftError
 from ..files.raw import read_tensor
 from ..files.spellings import flat
 from ..files.tensor_names import TARGET_HEAD
+from .opened import Shape
 from .plugins import algorithms
-from .subject import Shape, Subject, as_integer, layer_of
+from .subject import Subject, layer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,13 +143,6 @@ def flags(s: Subject) -> Iterator[Finding]:
                 "engines norm with weights of one: unless training did so, the draft reads other features",
                 f"set {flag} to false if the draft was trained without, else copy the file anew",
             )
-    if s.fields.get("fc_norm") is True and s.fields.get("norm_output") is not True and not s.spec:
-        yield note(
-            "norm-output-unset",
-            "fc_norm without norm_output",
-            "EAGLE-3.1 has both; a draft trained with norm_output and served without reads its own states un-normed",
-            "set norm_output if it was trained so",
-        )
 
 
 def biases(s: Subject) -> Iterator[Finding]:
@@ -276,8 +270,6 @@ def dtypes(s: Subject) -> Iterator[Finding]:
     odd = sorted(kinds - {"float32", "bfloat16", "float16", "bool"})
     if odd:
         yield warning("dtype", f"tensors of {', '.join(odd)}", "not every loader takes them", "save them as bfloat16")
-    elif len(kinds - {"bool"}) > 1:
-        yield note("dtype-mixed", f"tensors of {', '.join(sorted(kinds))}", "engines cast all to their own", "nothing to do")
 
 
 def head(s: Subject) -> Iterator[Finding]:
@@ -291,11 +283,6 @@ def head(s: Subject) -> Iterator[Finding]:
             "loaders that tie put the embedding in the head's place",
             "set tie_word_embeddings to false",
         )
-    shared = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in s.names]
-    if s.draft.tensors and shared and not (s.reduced and "lm_head.weight" in shared):
-        yield note("target-head", f"no {', '.join(shared)} in the file", "engines use the target's", "nothing to do, if training did so")
-    if as_integer(s.fields.get("max_position_embeddings"), 1) is None and s.draft.config:
-        yield note("positions", "max_position_embeddings is not stated", "engines take a short default", "write the target's")
 
 
 def _few(items: list[str]) -> str:

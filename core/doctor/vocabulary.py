@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..contracts.finding import Finding, error, note, warning
+from ..contracts.finding import Finding, error, warning
 from .subject import Subject
 
 if TYPE_CHECKING:
@@ -74,22 +74,14 @@ def mapping(s: Subject) -> Iterator[Finding]:
     d2t = d2t.long()
     ids = d2t + torch.arange(len(d2t))
     named = t2d.bool() if t2d is not None and t2d.shape == (whole,) else None
-    if not _valid(ids, whole) or (named is not None and not _agree(ids, named)):
-        if _valid(d2t, whole) and (named is None or _agree(d2t, named)):
-            yield error(
-                "d2t-absolute",
-                f"d2t holds target ids ({d2t[:4].tolist()} ... {int(d2t[-1])}), engines add them to the draft id",
-                f"{SLICES}; ids beyond the vocabulary crash",
-                "subtract 0, 1, 2, ... from d2t",
-            )
-            return
-    elif named is None and len(d2t) > 8 and bool((d2t[1:] > d2t[:-1]).all()) and _valid(d2t, whole):
-        yield warning(
-            "d2t-absolute-likely",
-            "d2t ascends at every step, as target ids do: as offsets, no two neighbours of the vocabulary would be named",
-            SLICES,
-            "if they are target ids, subtract 0, 1, 2, ...",
+    if not _sound(ids, whole, named) and _sound(d2t, whole, named):
+        yield error(
+            "d2t-absolute",
+            f"d2t holds target ids ({d2t[:4].tolist()} ... {int(d2t[-1])}), engines add them to the draft id",
+            f"{SLICES}; ids beyond the vocabulary crash",
+            "subtract 0, 1, 2, ... from d2t",
         )
+        return
     if outside := int(((ids < 0) | (ids >= whole)).sum()):
         yield error(
             "d2t-range",
@@ -118,12 +110,12 @@ def mapping(s: Subject) -> Iterator[Finding]:
             "the mapping was never set, unless the draft vocabulary was meant to be these",
             "copy d2t from the training's checkpoint",
         )
-    elif bool((ids[1:] < ids[:-1]).any()):
-        yield note("d2t-order", "the draft vocabulary is not ascending", "nothing; some tools expect it", "nothing to do")
 
 
-def _valid(ids: "Tensor", whole: int) -> bool:
-    return bool(((ids >= 0) & (ids < whole)).all()) and len(ids.unique()) == len(ids)
+def _sound(ids: "Tensor", whole: int, named: "Tensor | None") -> bool:
+    """Whether they are distinct ids of the vocabulary, and those that t2d names."""
+    valid = bool(((ids >= 0) & (ids < whole)).all()) and len(ids.unique()) == len(ids)
+    return valid and (named is None or _agree(ids, named))
 
 
 def _agree(ids: "Tensor", named: "Tensor") -> bool:

@@ -1,18 +1,12 @@
 """`config.json` of unknown origin: read within bounds, and checked before anything is built from it."""
 
-import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from ..errors import ForedraftError
-
-if TYPE_CHECKING:
-    pass
 import dataclasses
 import json
+import re
 import stat
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,7 +14,7 @@ from ..contracts.aux_layers import check_aux_layers
 from ..contracts.engine import Config
 from ..contracts.options import MOST
 from ..contracts.spec import DraftSpec
-from ..errors import describe_validation
+from ..errors import ForedraftError, describe_validation
 from ..registry import Registry
 from .writing import finish
 

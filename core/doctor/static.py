@@ -9,11 +9,11 @@ from ..contracts.finding import Finding, note
 from ..files.hub import TARGET, download, find_draft
 from ..files.raw import Checkpoint
 from ..registry import Registry
-from . import config, origin, pair, plugins, rope, tensors, vocabulary
+from . import config, origin, pair, plugins, record, rope, tensors, vocabulary
 from .plugins import stumbling
 from .subject import Subject
 
-CHECKS = (*config.CHECKS, *tensors.CHECKS, *vocabulary.CHECKS, *rope.CHECKS, *pair.CHECKS, *origin.CHECKS, *plugins.CHECKS)
+CHECKS = (*config.CHECKS, *record.CHECKS, *tensors.CHECKS, *vocabulary.CHECKS, *rope.CHECKS, *pair.CHECKS, *origin.CHECKS, *plugins.CHECKS)
 """Each takes a `Subject` and yields findings; none raises, whatever the files hold."""
 ORDER = {"error": 0, "warning": 1, "note": 2}
 
