@@ -24,7 +24,7 @@ from foredraft.cli import app
 from foredraft.contracts.engine import EngineBase
 from foredraft.contracts.finding import Finding, note, warning
 from foredraft.decoding import AutoregressiveDrafter
-from foredraft.doctor import Subject, ask_engines, dynamic, examine, mend, open_subject, suspects
+from foredraft.doctor import Runner, Subject, ask_engines, dynamic, examine, mend, open_subject, suspects
 from foredraft.doctor.bench import Bench, Forced, answers
 from foredraft.doctor.mends import MENDS
 from foredraft.doctor.static import CHECKS
@@ -487,7 +487,6 @@ BROKEN: list[tuple[str, str, bool, Break]] = [
     ("config-types", "eagle3", False, setting("head_dim", value=0)),
     ("config-foreign", "eagle3", False, setting("logit_scale", value=2.0)),
     ("config-foreign", "dflash", False, setting("dflash_config", "causal", value=True)),
-    ("activation", "eagle3", False, unrecorded(setting("hidden_act", value="gelu"))),
     ("sliding-window", "eagle3", False, lambda c, s: c.update(sliding_window=64, use_sliding_window=True)),
     ("sliding-window", "dflash", False, lambda c, s: c.update(sliding_window=64, layer_types=["sliding_attention"] * 2)),
     ("d2t-other", "eagle3", True, filling("d2t", lambda t: t + 1)),
@@ -912,19 +911,19 @@ def test_a_peer_s_draft_is_measured_as_deep_as_all_train(served: Path) -> None:
     """Past the steps of its training, a sound draft may gain by norms that are wrong."""
     draft = rewritten(served / "draft", served / "peer", spec_forge)
     (served / "prompts.jsonl").write_text(json.dumps({"prompt": "hello"}))
-    found = dynamic.measured(open_subject(draft, served / "target"), served / "prompts.jsonl")
+    found = Runner(served / "prompts.jsonl").findings(open_subject(draft, served / "target"))
     assert [f.id for f in found][-1] == "acceptance", [f.found for f in found]
     assert found[-1].found.endswith("3 tokens drafted at most")
 
 
 def test_a_draft_that_cannot_be_loaded_is_not_measured(served: Path) -> None:
     broken = rewritten(served / "draft", served / "broken", dropping("fc.weight"))
-    assert [f.id for f in dynamic.measured(open_subject(broken, served / "target"))] == ["acceptance-unmeasured"]
+    assert [f.id for f in Runner().findings(open_subject(broken, served / "target"))] == ["acceptance-unmeasured"]
 
 
 def test_quantised_weights_are_not_measured(served: Path) -> None:
     broken = rewritten(served / "draft", served / "broken", filling("fc.weight", lambda t: (100 * t).to(torch.int8)))
-    assert [f.id for f in dynamic.measured(open_subject(broken, served / "target"))] == ["acceptance-unmeasured"]
+    assert [f.id for f in Runner().findings(open_subject(broken, served / "target"))] == ["acceptance-unmeasured"]
 
 
 def test_a_draft_that_crashes_is_not_measured(served: Path) -> None:
@@ -933,7 +932,7 @@ def test_a_draft_that_crashes_is_not_measured(served: Path) -> None:
     save_draft(tiny_draft(model, "peagle", num_layers=1), served / "parallel")
     broken = rewritten(served / "parallel", served / "broken", setting("mask_token_id", value=10**6))
     (served / "prompts.jsonl").write_text(json.dumps({"prompt": "hello"}))
-    found = dynamic.measured(open_subject(broken, served / "target"), served / "prompts.jsonl")
+    found = Runner(served / "prompts.jsonl").findings(open_subject(broken, served / "target"))
     assert [f.id for f in found] == ["acceptance-unmeasured"]
 
 

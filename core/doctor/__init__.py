@@ -2,7 +2,7 @@
 
 from ..contracts.finding import Finding
 from ..files.raw import SIDE_FILE, Checkpoint, TensorInfo
-from .dynamic import Runner, diagnose, measured
+from .dynamic import Runner, diagnose
 from .mend import mend
 from .static import ask_engines, examine, examine_subject, open_subject, worst_first
 from .subject import Subject
@@ -18,7 +18,6 @@ __all__ = [
     "diagnose",
     "examine",
     "examine_subject",
-    "measured",
     "mend",
     "open_subject",
     "worst_first",

@@ -202,18 +202,6 @@ def mask_token(s: Subject) -> Iterator[Finding]:
         yield error("mask-token-other", f"{shown}; the draft was made with {wanted}", "masked slots read another token", f"write {wanted}")
 
 
-def activation(s: Subject) -> Iterator[Finding]:
-    """An activation that engines' feed-forwards do not know."""
-    act = s.fields.get("hidden_act")
-    if act not in (None, "silu") and "kv_lora_rank" not in s.fields and "hidden_act" not in s.saved:
-        yield warning(
-            "activation",
-            f"hidden_act={str(act)[:40]!r}",
-            "vLLM and SGLang refuse the draft: their feed-forwards know silu alone",
-            "write silu, if it was trained so",
-        )
-
-
 def sliding_window(s: Subject) -> Iterator[Finding]:
     """Windows that are stated in one place and missing in another; of our drafts, which have none, any."""
     kinds, window = s.fields.get("layer_types"), s.fields.get("sliding_window")
@@ -264,4 +252,4 @@ def _windows(s: Subject, kinds: Any, window: Any) -> Iterator[Finding]:
         )
 
 
-CHECKS = (types, layers, aux_layers, features, mask_token, activation, sliding_window)
+CHECKS = (types, layers, aux_layers, features, mask_token, sliding_window)

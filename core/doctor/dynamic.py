@@ -50,14 +50,6 @@ GAP = 0.35
 """Share of the teacher-forced drafted tokens that decoding may lose: its estimate takes steps for independent."""
 
 
-def measured(subject: Subject, prompts: str | Path | None = None, loading: Loading = PLAIN, found: Sequence[Finding] = ()) -> list[Finding]:
-    """What running the draft with its target finds; a note where one of them cannot be run. A peer's draft is read into ours first.
-
-    `found` is what the files tell: see `run`. Raises `ForedraftError` if the file of prompts cannot be read.
-    """
-    return Runner(prompts, loading).findings(subject, found)
-
-
 @dataclass
 class Runner:
     """Runs drafts of one target, which is loaded, and asked for its answers, once."""
@@ -69,7 +61,10 @@ class Runner:
     _read: tuple[PreTrainedModel, list[Text]] | None = None
 
     def findings(self, subject: Subject, found: Sequence[Finding] = ()) -> list[Finding]:
-        """See `measured`."""
+        """What running the draft with its target finds; a note where one of them cannot be run. A peer's draft is read into ours first.
+
+        `found` is what the files tell: see `run`. Raises `ForedraftError` if the file of prompts cannot be read.
+        """
         prompts = asked(self.prompts)
         if subject.target is None or not subject.target.tensors:
             return [_unmeasured("no weights of the target are at hand")]

@@ -41,9 +41,6 @@ class Variant:
         return made.eval()
 
 
-Variants = Iterator[Variant]
-
-
 @dataclass(frozen=True)
 class Suspect:
     """One way to fail without a word."""
@@ -51,7 +48,7 @@ class Suspect:
     id: str
     breaks: str
     mend: str
-    variants: Callable[[BaseDraft, PreTrainedModel], Variants]
+    variants: Callable[[BaseDraft, PreTrainedModel], Iterator[Variant]]
     """The changes that would undo it in this draft; none where it cannot be the cause."""
     named: tuple[str, ...] = ()
     """What the ids of findings in the files begin with that name the same cause."""
@@ -59,7 +56,7 @@ class Suspect:
     """Whether sound drafts gain by it, too, somewhat: it must gain more."""
 
 
-def aux_layers(draft: Any, target: PreTrainedModel) -> Variants:
+def aux_layers(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """All aux layers one up or one down, one of them alone, what other fields name, and the usual ones."""
     mine, count = draft.config.aux_layers, target.config.get_text_config().num_hidden_layers
     tried = [tuple(i + shift for i in mine) for shift in (1, -1)]
@@ -74,7 +71,7 @@ def aux_layers(draft: Any, target: PreTrainedModel) -> Variants:
             yield Variant(change, {"eagle_aux_hidden_state_layer_ids": list(layers)})
 
 
-def norms(draft: Any, target: PreTrainedModel) -> Variants:
+def norms(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """The wiring's flags flipped, alone and in pairs, where that needs no tensor that is not there. Norms that changed places."""
     state, flags = draft.state_dict(), _flags(draft)
     for names in (*itertools.combinations(flags, 1), *itertools.combinations(flags, 2)):
@@ -101,12 +98,12 @@ def _flags(draft: Any) -> dict[str, bool]:
     return found
 
 
-def swapped(draft: Any, target: PreTrainedModel) -> Variants:
+def swapped(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """Projections under each other's names."""
     yield from _swaps([("self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")], draft.state_dict())
 
 
-def _swaps(pairs: list[tuple[str, str]], state: Mapping[str, Tensor]) -> Variants:
+def _swaps(pairs: list[tuple[str, str]], state: Mapping[str, Tensor]) -> Iterator[Variant]:
     """Two modules of a layer swapped, in every layer that has both."""
     for one, other in pairs:
         twins = {name: name.replace(f".{one}.", f".{other}.") for name in state if f".{one}." in name}
@@ -116,7 +113,7 @@ def _swaps(pairs: list[tuple[str, str]], state: Mapping[str, Tensor]) -> Variant
             yield Variant(f"{one} and {other} swapped", state={name: state[twin] for name, twin in both.items()})
 
 
-def vocabulary(draft: Any, target: PreTrainedModel) -> Variants:
+def vocabulary(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """`d2t` read as target ids, one up or down, and by the rows of the target's head that the draft's are like."""
     if not draft.config.has_reduced_vocabulary:
         return
@@ -138,7 +135,7 @@ def _nearest(mine_WD: Tensor, theirs_VD: Tensor) -> Tensor | None:
     return torch.cat([(chunk @ theirs_VD.T).argmax(-1) for chunk in mine_WD.split(1024)])
 
 
-def rope(draft: Any, target: PreTrainedModel) -> Variants:
+def rope(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """The target's rotary parameters, and the plainest ones."""
     text, config = target.config.get_text_config(), draft.config
     theirs = getattr(text, "rope_parameters", None)
@@ -151,7 +148,7 @@ def rope(draft: Any, target: PreTrainedModel) -> Variants:
             yield Variant(f"{words}, {str(rope)[:120]}", {"rope_parameters": rope})
 
 
-def layout(draft: Any, target: PreTrainedModel) -> Variants:
+def layout(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """The other order of the dimensions that RoPE turns together."""
     config, state = draft.config, draft.state_dict()
     if hasattr(config, "rope_interleave"):
@@ -164,7 +161,7 @@ def layout(draft: Any, target: PreTrainedModel) -> Variants:
             yield Variant(f"the rows of q_proj and k_proj, {words}", state=turned)
 
 
-def shape(draft: Any, target: PreTrainedModel) -> Variants:
+def shape(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """Heads, eps and activation of a draft for this target."""
     try:
         usual = type(draft).shape(target.config.get_text_config())
@@ -183,7 +180,7 @@ def _same_widths(config: Any, theirs: Mapping[str, int]) -> bool:
     return not config.spec.qk_norm and all(getattr(config, n) * config.head_dim == theirs[n] * theirs["head_dim"] for n in counts)
 
 
-def order(draft: Any, target: PreTrainedModel) -> Variants:
+def order(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """The halves of the first layer's input swapped; the aux states in another order."""
     state, width, count = draft.state_dict(), draft.config.hidden_size, draft.config.num_aux_hidden_states
     wide = {n: t.roll(width, dims=1) for n, t in state.items() if n.startswith("layers.0.self_attn") and t.shape[1:] == (2 * width,)}
@@ -191,22 +188,21 @@ def order(draft: Any, target: PreTrainedModel) -> Variants:
         yield Variant("features before the embedding in the first layer's input", state=wide)
     chunks = draft.fc.weight.chunk(count, dim=1)
     same = tuple(range(count))
-    few = (same[::-1], same[1:] + same[:1], same[-1:] + same[:-1])
-    for places in itertools.permutations(same) if count <= 3 else few:
+    for places in itertools.permutations(same) if count <= 3 else (same[::-1], same[1:] + same[:1], same[-1:] + same[:-1]):
         if places != same:
             moved = {f"fc_norm.{i}.weight": state[f"fc_norm.{p}.weight"] for i, p in enumerate(places) if "fc_norm.0.weight" in state}
             change = f"aux states concatenated in the order {[draft.config.aux_layers[i] for i in places]}"
             yield Variant(change, state={"fc.weight": torch.cat([chunks[i] for i in places], dim=1), **moved})
 
 
-def embedding(draft: Any, target: PreTrainedModel) -> Variants:
+def embedding(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """The target's embedding."""
     theirs, mine = target.get_input_embeddings().weight, draft.embed_tokens.weight
     if theirs.shape == mine.shape and not torch.equal(theirs.to(mine.dtype), mine):
         yield Variant("the target's embedding", state={"embed_tokens.weight": theirs.to(mine.dtype)})
 
 
-def head(draft: Any, target: PreTrainedModel) -> Variants:
+def head(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """The target's head."""
     theirs, mine, ids = target.get_output_embeddings().weight, draft.lm_head.weight, draft.draft_ids
     fits = int(ids.min()) >= 0 and int(ids.max()) < len(theirs) and theirs.shape[1] == mine.shape[1]
@@ -214,7 +210,7 @@ def head(draft: Any, target: PreTrainedModel) -> Variants:
         yield Variant("the target's head", state={"lm_head.weight": theirs[ids].to(mine.dtype)})
 
 
-def mask_token(draft: Any, target: PreTrainedModel) -> Variants:
+def mask_token(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """The mask tokens that other fields name, those that stand for nothing, and the last ids."""
     config, text = draft.config, target.config.get_text_config()
     if config.mask_token_id is None:
@@ -227,7 +223,7 @@ def mask_token(draft: Any, target: PreTrainedModel) -> Variants:
             yield Variant(f"mask token {token} in place of {config.mask_token_id}", {"mask_token_id": token})
 
 
-def noise(draft: Any, target: PreTrainedModel) -> Variants:
+def noise(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """What a part of the draft passes on left out."""
     state = draft.state_dict()
     parts = {name: [name] for name in ("fc.weight", *(n for n in state if "." not in n and n not in ("d2t", "t2d")))}
@@ -276,7 +272,7 @@ SUSPECTS = (
         ("fc-order", "rows-order", "aux-"),
     ),
     Suspect("swapped", "weights do each other's work", "swap their names in the file", swapped, ("tensors-swapped",)),
-    Suspect("shape", "the draft computes otherwise than in training", "write it so", shape, ("heads-", "epsilon-", "activation")),
+    Suspect("shape", "the draft computes otherwise than in training", "write it so", shape, ("heads-", "epsilon-")),
     Suspect(
         "embedding", "the draft reads noise in place of tokens", "take the target's embedding, or leave it out", embedding, ("embedding-",)
     ),

@@ -11,9 +11,9 @@ from safetensors import safe_open
 
 from ..auto import auto_draft
 from ..files.ours import WEIGHTS, save_draft
-from ..files.tensor_names import LAYOUTS, tensor_names
 from ..registry import Registry
 from .common import randomize
+from .tensor_names import LAYOUTS, tensor_names
 
 
 def check_names(architecture: str, num_layers: int, names: set[str]) -> None:
