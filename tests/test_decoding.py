@@ -15,13 +15,17 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rigged import letter_tokenizer, predictable_target, trainer_of, written_rows
-from tiny import Document, tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
+from tiny import Document, tiny_batch, tiny_config, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MistralConfig,
+    QuantizedCache,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -31,14 +35,18 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from foredraft import ForedraftError, evaluate, generate
+from foredraft import ForedraftError, TreeShape, evaluate, generate
 from foredraft.decoding import DraftingStats, load_prompts
 from foredraft.decoding.evaluate import Evaluation
 from foredraft.decoding.report import demand_identical, plot_acceptance, table
+from foredraft.decoding.rollback import check_target
+from foredraft.testing.tiny import tiny_model
 
 VOCAB = 30
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 PROMPT = torch.tensor([[11, 18]])
+SHAPES = [None, TreeShape(depth=3, top_k=3, num_nodes=12)]
+"""A chain, and a tree: one loop verifies both."""
 
 
 @functools.cache
@@ -121,13 +129,15 @@ class TestGreedy:
             assert drafted(target, draft, ids, num_draft_tokens=i % 6 + 1, stats=stats).tolist() == plain(target, ids).tolist()
         assert 0.2 < stats.acceptance[0] < 1
 
-    @pytest.mark.parametrize("after", range(12))
-    def test_end_of_text_within_an_accepted_chain(self, pair: tuple[Any, Any], after: int) -> None:
+    @pytest.mark.parametrize("tree", SHAPES)
+    @pytest.mark.parametrize("after", range(7))
+    def test_end_of_text_within_what_is_accepted(self, pair: tuple[Any, Any], after: int, tree: TreeShape | None) -> None:
         target, draft = pair
-        ends = [int(plain(target, PROMPT)[0, 2 + after]), 0]
-        ours = drafted(target, draft, PROMPT, eos_token_id=ends)
+        ends, stats = [int(plain(target, PROMPT)[0, 2 + after]), 0], DraftingStats()
+        ours = drafted(target, draft, PROMPT, eos_token_id=ends, tree=tree, stats=stats)
         assert ours.tolist() == plain(target, PROMPT, eos_token_id=ends).tolist()
         assert ours.shape[1] == 2 + after + 1
+        assert stats.emitted == after
 
     def test_a_draft_of_another_dtype(self, pair: tuple[Any, Any]) -> None:
         """Drafting in bfloat16 changes what is proposed, not what is said."""
@@ -138,7 +148,7 @@ class TestGreedy:
         assert drafted(target, half, PROMPT, stats=stats).tolist() == plain(target, PROMPT).tolist()
         assert sum(stats.accepted) > 0
 
-    @pytest.mark.parametrize("form", ["max_length", "generation_config", "min_new_tokens", "attention_mask"])
+    @pytest.mark.parametrize("form", ["max_length", "generation_config", "min_new_tokens", "attention_mask", "past_key_values"])
     def test_other_ways_to_say_it(self, pair: tuple[Any, Any], form: str) -> None:
         target, draft = pair
         ends = int(plain(target, PROMPT)[0, 6])
@@ -147,12 +157,16 @@ class TestGreedy:
             "generation_config": {"generation_config": GenerationConfig(max_new_tokens=9, pad_token_id=0), "max_new_tokens": None},
             "min_new_tokens": {"min_new_tokens": 8, "max_new_tokens": 12, "eos_token_id": ends},
             "attention_mask": {"attention_mask": torch.ones_like(PROMPT)},
+            "past_key_values": {},
         }[form]
         kwargs = {**GREEDY, "max_new_tokens": 20, **kwargs}
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        stats = DraftingStats()
-        assert generate(target, draft, PROMPT, stats=stats, **kwargs).tolist() == target.generate(PROMPT, **kwargs).tolist()
-        assert stats.passes > 0
+        expected = target.generate(PROMPT, **kwargs).tolist()
+        for tree in SHAPES:
+            stats = DraftingStats()
+            kwargs |= {"past_key_values": DynamicCache()} if form == "past_key_values" else {}
+            assert generate(target, draft, PROMPT, stats=stats, tree=tree, **kwargs).tolist() == expected
+            assert stats.passes > 0
 
 
 class Checked:
@@ -409,35 +423,29 @@ class Recorder(BaseStreamer):
     """Remembers what it is given."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.chunks = self.ended = 0
+        self.chunks: list[list[int]] = []
+        self.ended = 0
 
     def put(self, value: Tensor) -> None:
         assert not self.ended
-        self.tokens += value.flatten().tolist()
-        self.chunks += 1
+        self.chunks.append(value.flatten().tolist())
 
     def end(self) -> None:
         self.ended += 1
 
 
 class TestStopping:
-    @pytest.mark.parametrize("after", range(10))
-    def test_criteria_are_asked_at_every_token(self, pair: tuple[Any, Any], after: int) -> None:
+    @pytest.mark.parametrize("tree", SHAPES)
+    @pytest.mark.parametrize("after", [*range(7), None])
+    def test_criteria_and_streamers_meet_every_token(self, pair: tuple[Any, Any], after: int | None, tree: TreeShape | None) -> None:
+        """As without a draft: also where the text ends within what was accepted, or no criterion is ever met."""
         target, draft = pair
-        token = int(plain(target, PROMPT)[0, 2 + after])
-        streamer = Recorder()
-        ours = drafted(target, draft, PROMPT, stopping_criteria=[Until(token)], streamer=streamer)
-        assert ours.tolist() == plain(target, PROMPT, stopping_criteria=StoppingCriteriaList([Until(token)])).tolist()
-        assert streamer.tokens == ours[0].tolist()
-        assert streamer.ended == 1
-
-    def test_criteria_that_are_never_met(self, pair: tuple[Any, Any]) -> None:
-        target, draft = pair
-        streamer = Recorder()
-        ours = drafted(target, draft, PROMPT, stopping_criteria=[Until(-1)], streamer=streamer)
-        assert ours.tolist() == plain(target, PROMPT).tolist()
-        assert streamer.tokens == ours[0].tolist()
+        token = -1 if after is None else int(plain(target, PROMPT)[0, 2 + after])
+        criteria, streamers = StoppingCriteriaList([Until(token)]), (Recorder(), Recorder())
+        ours = drafted(target, draft, PROMPT, stopping_criteria=[Until(token)], streamer=streamers[0], tree=tree)
+        assert ours.tolist() == plain(target, PROMPT, stopping_criteria=criteria, streamer=streamers[1]).tolist()
+        assert streamers[0].chunks == streamers[1].chunks
+        assert streamers[0].ended == 1
 
     def test_end_of_text_before_the_criterion(self, pair: tuple[Any, Any]) -> None:
         target, draft = pair
@@ -445,16 +453,18 @@ class TestStopping:
         ours = drafted(target, draft, PROMPT, stopping_criteria=[Until(text[9])], eos_token_id=text[7])
         assert ours[0].tolist() == text[:8]
 
+    @pytest.mark.parametrize("tree", SHAPES)
     @pytest.mark.parametrize("length", [1, 2, 3])
-    @pytest.mark.parametrize("at", range(3, 13, 2))
-    def test_stop_strings(self, pair: tuple[Any, Any], at: int, length: int) -> None:
+    @pytest.mark.parametrize("at", [3, 6, 9])
+    def test_stop_strings(self, pair: tuple[Any, Any], at: int, length: int, tree: TreeShape | None) -> None:
         target, draft = pair
         tokenizer = letter_tokenizer()
         text = plain(target, PROMPT)[0].tolist()
-        kwargs = {"stop_strings": [tokenizer.decode(text[at : at + length]), "zzz"], "tokenizer": tokenizer}
-        ours, theirs = drafted(target, draft, PROMPT, **kwargs), plain(target, PROMPT, **kwargs)
-        assert ours.tolist() == theirs.tolist()
-        assert ours.shape[1] < 22
+        stop = {"stop_strings": [tokenizer.decode(text[at : at + length]), "zzz"]}
+        expected = plain(target, PROMPT, tokenizer=tokenizer, **stop)
+        assert expected.shape[1] < 22
+        for kwargs in (stop, {"generation_config": GenerationConfig(max_new_tokens=20, pad_token_id=0, **stop)}):
+            assert drafted(target, draft, PROMPT, tokenizer=tokenizer, tree=tree, **kwargs).tolist() == expected.tolist()
 
     def test_one_stop_string_and_a_criterion(self, pair: tuple[Any, Any]) -> None:
         target, draft = pair
@@ -501,20 +511,35 @@ class TestOutputs:
         assert drafted(target, draft, PROMPT, output_hidden_states=True, stats=stats).tolist() == plain(target, PROMPT).tolist()
         assert sum(stats.accepted) > 0
 
-    def test_scores_are_absent_unless_asked_for(self, pair: tuple[Any, Any]) -> None:
-        target, draft = pair
-        out = drafted(target, draft, PROMPT, return_dict_in_generate=True, stopping_criteria=[Until(-1)])
-        assert out.sequences.tolist() == plain(target, PROMPT).tolist()
-        assert (out.scores, out.hidden_states) == (None, None)
-
-    @pytest.mark.parametrize("stop", [None, 5])
-    def test_streamed_text(self, pair: tuple[Any, Any], stop: int | None, capsys: pytest.CaptureFixture[str]) -> None:
-        target, draft = pair
+    def test_streamed_text(self, pair: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
         tokenizer = letter_tokenizer()
-        text = plain(target, PROMPT)[0].tolist()
-        criteria = {} if stop is None else {"stopping_criteria": [Until(text[2 + stop])]}
-        out = drafted(target, draft, PROMPT, streamer=TextStreamer(tokenizer, skip_prompt=True), **criteria)
+        out = drafted(*pair, PROMPT, streamer=TextStreamer(tokenizer, skip_prompt=True))
         assert capsys.readouterr().out == tokenizer.decode(out[0, 2:]) + "\n"
+
+    @pytest.mark.parametrize("window", [None, 6])
+    def test_attentions(self, window: int | None) -> None:
+        """Of each token over its text, or over its window; a cache that keeps no more than the window goes back all the same."""
+        fields = {"attn_implementation": "eager", "eos_token_id": None}
+        config = tiny_config(4, VOCAB) if window is None else MistralConfig(**tiny_config(4, VOCAB).to_diff_dict(), sliding_window=window)
+        config.update(fields)
+        target = tiny_model(config, seed=1)
+        draft = tiny_draft(target, num_aux=2, aux_layers=(1, 3)).eval()
+        stats, kwargs = DraftingStats(), {"return_dict_in_generate": True, "output_attentions": True, "max_new_tokens": 16}
+        ours, theirs = drafted(target, draft, PROMPT, stats=stats, **kwargs), plain(target, PROMPT, **kwargs)
+        assert 0 < sum(stats.accepted) < sum(stats.drafted)
+        assert ours.sequences.tolist() == theirs.sequences.tolist()
+        assert len(ours.attentions) == len(theirs.attentions) == 16
+        for mine, others in zip(ours.attentions, theirs.attentions, strict=True):
+            for a, b in zip(mine, others, strict=True):
+                assert_close(a[..., -b.shape[-1] :], b, rtol=1e-3, atol=1e-4)
+
+    @pytest.mark.parametrize("tree", SHAPES)
+    def test_no_keys_are_copied(self, pair: tuple[Any, Any], tree: TreeShape | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The target has 2 key heads for 4 query heads; transformers repeats them where there is a mask."""
+        target, draft = pair
+        expected = plain(target, PROMPT).tolist()
+        monkeypatch.setattr("transformers.integrations.sdpa_attention.repeat_kv", None)
+        assert drafted(target, draft, PROMPT, tree=tree).tolist() == expected
 
 
 class TestErrors:
@@ -533,7 +558,7 @@ class TestErrors:
             assert f"{name}: the draft expects {ours}, the target has {theirs}" in str(caught.value)
 
     def test_the_target_is_restored(self, pair: tuple[Any, Any]) -> None:
-        """Whatever happens: transformers' own assisted generation works as before."""
+        """Whatever happens."""
         target, draft = pair
         hooks = [set(layer._forward_hooks) for layer in target.model.layers]
 
@@ -541,15 +566,32 @@ class TestErrors:
             def __call__(self, *args: Any, **kwargs: Any) -> Any:
                 raise RuntimeError("the user's own")
 
-        for criteria in ([Broken()], None):
-            if criteria is None:
-                drafted(target, draft, PROMPT)
-            else:
-                with pytest.raises(RuntimeError, match="the user's own"):
-                    drafted(target, draft, PROMPT, stopping_criteria=criteria)
-            assert [set(layer._forward_hooks) for layer in target.model.layers] == hooks
-            lookup = target.generate(PROMPT, prompt_lookup_num_tokens=2, max_new_tokens=20, **GREEDY)
-            assert lookup.tolist() == plain(target, PROMPT).tolist()
+        drafted(target, draft, PROMPT)
+        with pytest.raises(RuntimeError, match="the user's own"):
+            drafted(target, draft, PROMPT, stopping_criteria=[Broken()])
+        assert [set(layer._forward_hooks) for layer in target.model.layers] == hooks
+        assert target.config._attn_implementation == "sdpa"
+
+    @pytest.mark.parametrize("tree", SHAPES)
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"num_beams": 2}, "num_beams=2: a draft decodes one sequence at a time"),
+            ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: this way of decoding takes no draft"),
+            ({"use_cache": False}, "it keeps no cache"),
+            ({"cache_implementation": "static"}, "a StaticCache cannot go back to before a rejected token"),
+            ({"past_key_values": StaticCache(config=tiny_config(), max_cache_len=40)}, "a StaticCache cannot go back"),
+        ],
+    )
+    def test_what_cannot_go_back(self, pair: tuple[Any, Any], settings: dict[str, Any], message: str, tree: TreeShape | None) -> None:
+        with pytest.raises(ForedraftError, match=message):
+            drafted(*pair, PROMPT, tree=tree, **settings)
+
+    def test_a_recurrent_state_and_a_quantised_cache(self, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(type(pair[0]), "_is_stateful", True)
+        cache = QuantizedCache.__new__(QuantizedCache)
+        with pytest.raises(ForedraftError, match=r"LlamaForCausalLM cannot verify drafted tokens: it keeps a recurrent .*; a Quant"):
+            check_target(pair[0], GenerationConfig(), {"past_key_values": cache}, tree=False)
 
     def test_a_draft_without_an_algorithm(self) -> None:
         target = target_of(0)

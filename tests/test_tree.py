@@ -25,11 +25,8 @@ from transformers import (
     LogitsProcessorList,
     MistralConfig,
     Qwen3NextConfig,
-    StaticCache,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
 from typer.testing import CliRunner
 
 from foredraft import ForedraftError, TreeShape, evaluate, generate
@@ -328,30 +325,6 @@ class TestGreedy:
             assert stats.emitted == new - 1
             assert stats.passes == -(-(new - 1) // (depth + 1))
 
-    @pytest.mark.parametrize("after", range(7))
-    def test_end_of_text_within_an_accepted_path(self, after: int) -> None:
-        target, draft = small_pair()
-        text = plain(target, PROMPT)[0, 3:].tolist()
-        ends = [text[after], 0]
-        stats = DraftingStats()
-        ours = drafted(target, draft, PROMPT, eos_token_id=ends, stats=stats)
-        assert ours.tolist() == plain(target, PROMPT, eos_token_id=ends).tolist()
-        assert stats.emitted == ours.shape[1] - 4
-
-    @pytest.mark.parametrize("form", ["max_length", "generation_config", "min_new_tokens", "attention_mask", "past_key_values"])
-    def test_other_ways_to_say_it(self, form: str) -> None:
-        target, draft = small_pair()
-        ends = int(plain(target, PROMPT)[0, 6])
-        cases: dict[str, Callable[[], dict[str, Any]]] = {
-            "max_length": lambda: {"max_length": 9},
-            "generation_config": lambda: {"generation_config": GenerationConfig(max_new_tokens=9, pad_token_id=0)},
-            "min_new_tokens": lambda: {"min_new_tokens": 8, "max_new_tokens": 12, "eos_token_id": ends},
-            "attention_mask": lambda: {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 9},
-            "past_key_values": lambda: {"past_key_values": DynamicCache(), "max_new_tokens": 9},
-        }
-        expected = target.generate(PROMPT, **GREEDY, **cases[form]())
-        assert generate(target, draft, PROMPT, tree=EVERYTHING, **GREEDY, **cases[form]()).tolist() == expected.tolist()
-
 
 class Obedient(LogitsProcessor):
     """Lets some tokens through, by the length of the text."""
@@ -425,47 +398,7 @@ class TestSettings:
         assert logits.tolist() == [float("-inf"), 1.0] + 3 * [float("-inf")]
 
 
-class Until(StoppingCriteria):
-    def __init__(self, token: int):
-        self.token = token
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return input_ids[:, -1] == self.token
-
-
-class Recorder(BaseStreamer):
-    def __init__(self) -> None:
-        self.chunks: list[list[int]] = []
-        self.ended = 0
-
-    def put(self, value: Tensor) -> None:
-        self.chunks.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 class TestOutputs:
-    @pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5, 20])
-    def test_stopping_and_streaming(self, after: int) -> None:
-        target, draft = small_pair()
-        token = int(plain(target, PROMPT, max_new_tokens=21)[0, 3 + after])
-        criteria = StoppingCriteriaList([Until(token if after < 20 else -1)])
-        streamers = Recorder(), Recorder()
-        ours = drafted(target, draft, PROMPT, stopping_criteria=criteria, streamer=streamers[0])
-        theirs = plain(target, PROMPT, stopping_criteria=criteria, streamer=streamers[1])
-        assert ours.tolist() == theirs.tolist()
-        assert streamers[0].chunks == streamers[1].chunks
-        assert (streamers[0].ended, streamers[1].ended) == (1, 1)
-
-    @pytest.mark.parametrize("at", [4, 5, 6])
-    def test_stop_strings(self, at: int) -> None:
-        target, draft = small_pair()
-        tokenizer = letter_tokenizer()
-        kwargs = {"stop_strings": [tokenizer.decode(plain(target, PROMPT)[0, at : at + 2])], "tokenizer": tokenizer}
-        assert drafted(target, draft, PROMPT, **kwargs).tolist() == plain(target, PROMPT, **kwargs).tolist()
-        assert drafted(target, draft, PROMPT, tokenizer=tokenizer).tolist() == plain(target, PROMPT).tolist()
-
     @pytest.mark.parametrize("size", [None, 8])
     @pytest.mark.parametrize("new", [1, 2, 5, 12])
     def test_dictionary(self, new: int, size: int | None) -> None:
@@ -533,9 +466,6 @@ class TestErrors:
         text = self.refuse("LlamaForCausalLM cannot verify a tree", use_cache=False, output_attentions=True, return_dict_in_generate=True)
         assert "use_cache=False" in text
         assert "output_attentions" in text
-        self.refuse("num_beams=2: a draft decodes one sequence at a time", num_beams=2)
-        self.refuse("a StaticCache cannot go back", cache_implementation="static")
-        self.refuse("a StaticCache cannot go back", past_key_values=StaticCache(config=small_pair()[0].config, max_cache_len=40))
 
     @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
     def test_attention(self, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """`generate`: transformers' own `target.generate`, with a draft. The output is the target's; only the speed changes."""
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -49,6 +50,10 @@ def generate(
     _check_settings(target, kwargs)
     num_draft_tokens = tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
     criteria = StoppingCriteriaList(stopping_criteria or [])
+    if (given := kwargs.get("generation_config")) is not None and given.stop_strings is not None:
+        stop_strings = given.stop_strings if stop_strings is None else stop_strings
+        kwargs["generation_config"] = copy(given)
+        kwargs["generation_config"].stop_strings = None  # transformers hands no tokenizer on to a loop of others
     if stop_strings is not None:
         tokenizer = kwargs.pop("tokenizer", None)
         if tokenizer is None:

@@ -13,6 +13,7 @@ from ..contracts.algorithm import DrafterBase
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..target.capture import AuxCapture
+from .attention import grouped_attention
 from .choosing import Chooser
 from .rollback import check_target, keep_rows
 from .stats import DraftingStats
@@ -61,7 +62,8 @@ class DecodingLoop:
         self.kept: dict[str, list[Any]] = {name: [] for name in asked if getattr(generation_config, f"output_{name}")}
         cache = kwargs["past_key_values"]
         cache.activate_past_recording()
-        with nullcontext() if self.draft is None else AuxCapture(model, self.draft.config.aux_layers) as captured:
+        capture = nullcontext() if self.draft is None else AuxCapture(model, self.draft.config.aux_layers)
+        with grouped_attention(model), capture as captured:
             outputs = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
             seen = list(range(input_ids.shape[1]))  # rows of the latest pass that are text
             rows, finished = self._follow(DraftTree([], []), outputs)
