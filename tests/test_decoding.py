@@ -593,13 +593,6 @@ class TestErrors:
         with pytest.raises(ForedraftError, match=r"LlamaForCausalLM cannot verify drafted tokens: it keeps a recurrent .*; a Quant"):
             check_target(pair[0], GenerationConfig(), {"past_key_values": cache}, tree=False)
 
-    def test_a_draft_without_an_algorithm(self) -> None:
-        target = target_of(0)
-        draft = tiny_draft(target, num_aux=1, aux_layers=(2,)).eval()
-        draft.algorithm = None
-        with pytest.raises(ForedraftError, match="no algorithm to draft with"):
-            drafted(target, draft, PROMPT)
-
 
 class TestStats:
     def test_definitions(self) -> None:
