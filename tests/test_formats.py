@@ -25,8 +25,9 @@ from tiny import tiny_draft, tiny_model
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import DeepseekV3Config, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from foredraft import ForedraftError, FormatBase, Registry, auto_draft, default_registry, hookimpl, save_draft
+from foredraft import ForedraftError, FormatBase, GroupedQueryDraft, Registry, auto_draft, default_registry, hookimpl, save_draft
 from foredraft.cli import main
 from foredraft.contracts.finding import Finding, warning
 from foredraft.doctor import examine
@@ -680,12 +681,26 @@ class Tilted(default_registry().algorithm("eagle3")):  # type: ignore[misc]
         return {**super().engine_fields(config), "angle": self.options.angle}
 
 
+class Gained(LlamaMLP):
+    """A feed-forward with a tensor of its own."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.gain = torch.nn.Parameter(torch.ones(2))
+
+
+class Tall(GroupedQueryDraft):
+    """A third party's architecture."""
+
+    name, summary, model_types, architecture, mlp_class = "tall", "tall", (), "TallForCausalLM", Gained
+
+
 class TestThirdParty:
-    """A format and an algorithm that nothing here knows of."""
+    """A format, an algorithm and an architecture that nothing here knows of."""
 
     @pytest.fixture
     def registry(self) -> Registry:
-        return with_plugin(foredraft_formats=[Backwards], foredraft_algorithms=[Tilted])
+        return with_plugin(foredraft_formats=[Backwards], foredraft_algorithms=[Tilted], foredraft_adapters=[Tall])
 
     def test_round_trip(self, registry: Registry, tmp_path: Path, target: str) -> None:
         draft = auto_draft(CONFIG, "tilted", angle=3, norm_output=True, draft_vocab_size=128, registry=registry)
@@ -707,21 +722,23 @@ class TestThirdParty:
     @pytest.mark.parametrize("theirs", [False, True])
     def test_examined(self, theirs: bool, registry: Registry, tmp_path: Path, target: str) -> None:
         """By the model that its config describes and by what its plugins say, in our format and in theirs."""
-        draft = auto_draft(CONFIG, "tilted", registry=registry)
+        draft = auto_draft(CONFIG, "tilted", adapter="tall", num_layers=2, registry=registry)
         draft.start_from(MODEL)
         path = save_draft(draft, tmp_path / "draft")
         if theirs:
             path = export_draft(path, tmp_path / "theirs", "backwards", registry=registry)
         assert not [f for f in examine(path, target, registry) if f.severity != "note"]
-        shown = {"tilt": "tlit", "fc.weight": "thgiew.cf"} if theirs else {"tilt": "tilt", "fc.weight": "fc.weight"}
         sound = load_file(path / WEIGHTS)
         for name, tensor, expected in (
-            ("tilt", torch.ones(5), ["tilt"]),
-            ("fc.weight", torch.randn(60, 192), ["tensors-shape"]),
+            ("tilt", torch.ones(5), "tilt"),
+            ("fc.weight", torch.randn(60, 192), "tensors-shape"),
+            ("layers.1.mlp.gain", torch.randn(3), "tensors-shape"),
+            ("layers.0.mlp.gain", None, "tensors-missing"),
         ):
-            save_file({**sound, shown[name]: tensor}, path / WEIGHTS)
+            state = {**sound, name[::-1] if theirs else name: tensor}
+            save_file({n: t for n, t in state.items() if t is not None}, path / WEIGHTS)
             found = [f for f in examine(path, target, registry) if f.severity != "note"]
-            assert {f.id for f in found} == set(expected), found
+            assert {f.id for f in found} == {expected}, found
 
     def test_which_counts(self, tmp_path: Path, target: str) -> None:
         """A name of its own before the beginning of names; of two equals, and two algorithms that a file tells alike, neither."""
