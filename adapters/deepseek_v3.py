@@ -93,7 +93,7 @@ class DeepseekV3Draft(BaseDraft):
 
     def make_attention(self, layer: int, input_size: int) -> nn.Module:
         """Latent attention; `qk_norm` asks for nothing more: the latents of queries and keys are normed."""
-        return MultiHeadLatentAttention(self.config, layer, input_size, self.norm_class)
+        return MultiHeadLatentAttention(self.config, layer, input_size, self.make_norm)
 
 
 class BalancedRouter(DeepseekV3TopkRouter):

@@ -51,7 +51,7 @@ def config(cls: Any = DeepseekV3Config, **fields: Any) -> Any:
 def ours(made: Any, input_size: int = WIDTH) -> Any:
     """Our geometry, its norms away from one."""
     torch.manual_seed(0)
-    attention = MultiHeadLatentAttention(made, 0, input_size, DeepseekV3RMSNorm)
+    attention = MultiHeadLatentAttention(made, 0, input_size, lambda size: DeepseekV3RMSNorm(size, eps=made.rms_norm_eps))
     for name, p in attention.named_parameters():
         if "layernorm" in name:
             torch.nn.init.uniform_(p, 0.5, 1.5)

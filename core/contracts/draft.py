@@ -88,7 +88,7 @@ class Wiring(Protocol):
         """The modules that `head_input` runs."""
         ...
 
-    def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm_T: Tensor | None) -> list[str]:
+    def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm: Mapping[str, Tensor]) -> list[str]:
         """Take over the target's decoder `layers` (weights by the draft's names, see `BaseDraft.weights_of`) and its final norm.
 
         What was taken over, a text each.

@@ -113,7 +113,7 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
 
     def make_attention(self, layer: int, input_size: int) -> nn.Module:
         """The attention geometry of a layer."""
-        return GroupedQueryAttention(self.config, layer, input_size, self.norm_class if self.config.spec.qk_norm else None)
+        return GroupedQueryAttention(self.config, layer, input_size, self.make_norm if self.config.spec.qk_norm else None)
 
     @classmethod
     def architecture_for(cls, spec: DraftSpec) -> str:

@@ -30,7 +30,7 @@ def start(draft: DraftModel, target: Target, rows: Iterable[dict[str, Any]] | No
     draft.take_head(target)
     remember(config, target.model)
     last = target.layers[len(target.layers) - config.num_hidden_layers :]
-    taken += draft.algorithm.wiring.start(draft, [draft.weights_of(layer) for layer in last], target.norm_weight)
+    taken += draft.algorithm.wiring.start(draft, [draft.weights_of(layer) for layer in last], target.final_norm)
     return f"from the target: {', '.join(taken)}{chosen}"
 
 

@@ -36,11 +36,10 @@ class _Stack:
         """See `Wiring`."""
         return [draft.norm]
 
-    def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm_T: Tensor | None) -> list[str]:
+    def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm: Mapping[str, Tensor]) -> list[str]:
         """See `Wiring`: the last layers and the final norm; fc passes the last aux state, and of the others a little."""
         taken, width = [], draft.config.hidden_size
-        if norm_T is not None and norm_T.shape == draft.norm.weight.shape:
-            draft.norm.weight.copy_(norm_T)
+        if take_over(draft.norm, norm):
             taken.append("final norm")
         last_DD = draft.fc.weight[:, -width:]
         if float(last_DD.diagonal().mean()) < 0.5:  # else it passes the last aux state already

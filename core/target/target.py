@@ -63,10 +63,11 @@ class Target:
         return decoder_layers(self.model)
 
     @property
-    def norm_weight(self) -> Tensor | None:
-        """What the final norm multiplies each feature by, [T], where it has a weight."""
+    def final_norm(self) -> dict[str, Tensor]:
+        """The parameters of the final norm by name, each [T]; its weight is what it multiplies features by."""
         norms = [m for m in self.decoder.children() if getattr(getattr(m, "weight", None), "ndim", 0) == 1]
-        return norm_scale(norms[-1]) if norms else None  # the last one: some have another behind their embedding
+        last = norms[-1:]  # the last one: some have another behind their embedding
+        return {**last[0].state_dict(), "weight": norm_scale(last[0])} if last else {}
 
     def head(self, hidden_NT: Tensor, ids_W: Tensor | None = None) -> Tensor:
         """Logits of post-norm hidden states, over the tokens `ids_W` (ascending) or all, float32."""

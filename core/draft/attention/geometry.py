@@ -1,7 +1,6 @@
 """Attention geometries: how queries, keys, values and the output are projected. They know nothing of algorithms."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +35,10 @@ def rotated(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class GroupedQueryAttention(nn.Module):
     """Grouped-query attention with a free input width, optional bias and optional RMSNorm on queries and keys.
 
-    Parameter names are those of transformers' Llama attention; `norm_class` adds `q_norm` and `k_norm` as in Qwen3.
+    Parameter names are those of transformers' Llama attention; `make_norm`, of so many features, adds `q_norm` and `k_norm` as in Qwen3.
     """
 
-    def __init__(self, config: PretrainedConfig, layer: int, input_size: int, norm_class: type[nn.Module] | None = None):
+    def __init__(self, config: PretrainedConfig, layer: int, input_size: int, make_norm: Callable[[int], nn.Module] | None = None):
         super().__init__()
         self.layer, self.head_dim, self.scale = layer, config.head_dim, config.head_dim**-0.5
         wide, narrow = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -47,9 +46,7 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, narrow, bias=config.attention_bias)
         self.v_proj = nn.Linear(input_size, narrow, bias=config.attention_bias)
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=config.attention_bias)
-        make: Any = norm_class or (lambda *_, **__: nn.Identity())
-        self.q_norm = make(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = make(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm, self.k_norm = (make_norm(config.head_dim) if make_norm else nn.Identity() for _ in range(2))
 
     def forward(self, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | int | None) -> Tensor:
         """Attention output [B, Q, D] of the inputs `rows`; all inputs give keys and values."""

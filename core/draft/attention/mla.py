@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values from one low-rank latent."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ class MultiHeadLatentAttention(nn.Module):
     it is cached.
     """
 
-    def __init__(self, config: PretrainedConfig, layer: int, input_size: int, norm_class: type[nn.Module]):
+    def __init__(self, config: PretrainedConfig, layer: int, input_size: int, make_norm: Callable[[int], nn.Module]):
         super().__init__()
         self.layer, self.latent, self.interleave = layer, config.kv_lora_rank, config.rope_interleave
         self.heads, self.nope, self.rope, self.v = (
@@ -30,17 +30,16 @@ class MultiHeadLatentAttention(nn.Module):
             config.v_head_dim,
         )
         self.scale = softmax_scale(config)
-        make: Any = norm_class
         queries, bias = self.heads * (self.nope + self.rope), config.attention_bias
         # transformers norms the latents with its default eps, engines with the config's: a draft is trained for the engines.
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(input_size, queries, bias=False)
         else:
             self.q_a_proj = nn.Linear(input_size, config.q_lora_rank, bias=bias)
-            self.q_a_layernorm = make(config.q_lora_rank, eps=config.rms_norm_eps)
+            self.q_a_layernorm = make_norm(config.q_lora_rank)
             self.q_b_proj = nn.Linear(config.q_lora_rank, queries, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(input_size, self.latent + self.rope, bias=bias)
-        self.kv_a_layernorm = make(self.latent, eps=config.rms_norm_eps)
+        self.kv_a_layernorm = make_norm(self.latent)
         self.kv_b_proj = nn.Linear(self.latent, self.heads * (self.nope + self.v), bias=False)
         self.o_proj = nn.Linear(self.heads * self.v, config.hidden_size, bias=bias)
 

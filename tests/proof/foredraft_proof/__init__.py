@@ -1,0 +1,1 @@
+"""A plugin of every kind, written against foredraft's public contracts alone."""
