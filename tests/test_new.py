@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from foredraft import ForedraftError
+from foredraft import ForedraftError, __version__
 from foredraft.cli import app
+from foredraft.cli.new import versions
 
-ROOT = Path(__file__).parents[1]
+KINDS = ("adapter", "algorithm", "engine", "format")
 
 
 def new(*arguments: str) -> str:
@@ -51,6 +52,7 @@ def test_the_package(here: Path) -> None:
     new("adapter", "some_family")
     root = here / "foredraft-some-family"
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == [f"foredraft{versions(__version__)}"]
     assert project["name"] == "foredraft-some-family"
     assert project["entry-points"]["foredraft"] == {"some_family": "foredraft_some_family"}
     module = (root / "src/foredraft_some_family/__init__.py").read_text()
@@ -59,7 +61,7 @@ def test_the_package(here: Path) -> None:
     assert not [file for file in root.rglob("*") if file.is_file() and "$" in file.read_text()]
 
 
-@pytest.mark.parametrize("kind", ["adapter", "algorithm"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_package_is_tidy(kind: str, here: Path) -> None:
     """No import is idle, double or out of order."""
     new(kind, "mine")
@@ -68,12 +70,19 @@ def test_the_package_is_tidy(kind: str, here: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("version", "asked"), [("0.1.0", ">=0.1.0,<0.2"), ("1.4.2", ">=1.4.2,<2"), ("0.10.0.dev1", ">=0.10.0.dev1,<0.11")])
+def test_the_versions_it_asks_for(version: str, asked: str) -> None:
+    assert versions(version) == asked
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("adapter", "My-Model"), "'My-Model' cannot name a module: use lower-case letters, digits and underscores, as in my_adapter"),
         (("algorithm", "class"), "'class' cannot name a module"),
         (("algorithm", "eagle3"), "there is algorithm 'eagle3' already, from foredraft: choose another name"),
+        (("engine", "vllm"), "there is engine 'vllm' already, from foredraft"),
+        (("format", "nemo"), "there is format 'nemo' already, from foredraft"),
         (("adapter", "llama"), "there is adapter 'llama' already, from foredraft"),
         (("adapter", "mine", "--model-type", "llama"), "targets of model_type 'llama' have an adapter: 'llama' of foredraft"),
         (("algorithm", "mine", "--directory", "."), "'.' is there already: choose another --directory"),

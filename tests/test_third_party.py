@@ -1,4 +1,4 @@
-"""A stranger's day: install foredraft's wheel, write an adapter and an algorithm, test, train and decode with them, uninstall them."""
+"""A stranger's day: install foredraft's wheel, write a plugin of each kind, test them, work with them, uninstall them."""
 
 import json
 import os
@@ -15,7 +15,8 @@ import pytest
 from tiny import tiny_target, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("foredraft-some-family", "foredraft-first-token")
+WRITTEN = {"adapter": "some_family", "algorithm": "first_token", "engine": "some_server", "format": "some_form"}
+PACKAGES = [f"foredraft-{name.replace('_', '-')}" for name in WRITTEN.values()]
 
 
 @dataclass
@@ -69,8 +70,8 @@ def stranger(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     else:
         stranger.pip("install", "-c", str(ROOT / "constraints.txt"), str(built), "pytest")
-    stranger.run("foredraft", "new", "adapter", "some_family")
-    stranger.run("foredraft", "new", "algorithm", "first_token")
+    for kind, name in WRITTEN.items():
+        stranger.run("foredraft", "new", kind, name)
     stranger.pip("install", "--no-deps", "--no-index", *(str(wheel(home / name, home)) for name in PACKAGES))
     return stranger
 
@@ -111,10 +112,10 @@ def test_their_suites_pass(stranger: Stranger, checks: str) -> None:
 
 
 def test_train_decode_and_uninstall(stranger: Stranger) -> None:
-    """Both are listed, train and decode by the command line; once uninstalled they are gone, and their draft says what it misses."""
+    """All are listed and do their part by the command line; once uninstalled they are gone, and their draft says what it misses."""
     listed = stranger.run("foredraft", "plugins")
-    assert re.search(r"adapter\W+some_family\W+foredraft-some-family", listed)
-    assert re.search(r"algorithm\W+first_token\W+foredraft-first-token", listed)
+    for (kind, name), package in zip(WRITTEN.items(), PACKAGES, strict=True):
+        assert re.search(rf"{kind}\W+{name}\W+{package}", listed)
 
     tokenizer = tiny_tokenizer()
     tiny_target(vocab=len(tokenizer)).save_pretrained(stranger.home / "target")
@@ -132,7 +133,14 @@ def test_train_decode_and_uninstall(stranger: Stranger) -> None:
     assert last < first
     decode = ("foredraft", "generate", "say a", "--target", "target", "--draft", "runs/draft", "--max-new-tokens", "8")
     assert "τ" in stranger.run(*decode)
+    assert "some_server serve target --draft runs/draft --draft-tokens 3" in stranger.run(
+        *("foredraft", "serve-command", "runs/draft", "--engine", "some_server", "--target", "target", "--num-draft-tokens", "3")
+    )
+    stranger.run("foredraft", "export", "runs/draft", "exported", "--format", "some_form")
+    assert "some_form" in stranger.run("foredraft", "import", "exported", "imported", "--target", "target")
+    ours, again = (json.loads((stranger.home / f"{name}/config.json").read_text()) for name in ("runs/draft", "imported"))
+    assert again["hidden_size"] == ours["hidden_size"]
 
     stranger.pip("uninstall", "--yes", *PACKAGES)
-    assert not re.search("some_family|first_token", stranger.run("foredraft", "plugins"))
+    assert not re.search("|".join(WRITTEN.values()), stranger.run("foredraft", "plugins"))
     assert "unknown adapter 'some_family'" in stranger.run(*decode, fails=True)

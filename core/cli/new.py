@@ -1,4 +1,4 @@
-"""`foredraft new`: a package for an adapter or an algorithm of your own, ready to install, to test and to publish."""
+"""`foredraft new`: a package for a plugin of your own, ready to install, to test and to publish."""
 
 import keyword
 import re
@@ -12,7 +12,7 @@ import typer
 from .. import __version__
 from ..errors import ForedraftError
 
-commands = typer.Typer(help="Write a package for an adapter or an algorithm of your own.", no_args_is_help=True)
+commands = typer.Typer(help="Write a package for a plugin of your own.", no_args_is_help=True)
 
 NameArgument = Annotated[str, typer.Argument(help="its name, in lower case: my_model")]
 DirectoryOption = Annotated[Path | None, typer.Option(help="directory to write; default: foredraft-NAME")]
@@ -61,7 +61,6 @@ def adapter(
         directory,
         model_type=model_type,
         class_name=f"{camel(name)}Draft",
-        suite="AdapterTests",
         about=f"Drafts for {model_type} targets",
         imports=KNOWN if known else STAND_IN_IMPORTS,
         stand_in="" if known else Template(STAND_IN).substitute(model_type=model_type),
@@ -77,10 +76,32 @@ def algorithm(name: NameArgument, directory: DirectoryOption = None) -> None:
         "algorithm",
         name,
         checked("algorithm", name, directory),
-        class_name=camel(name),
-        suite="AlgorithmTests",
         about=f"The drafting algorithm {name}",
         use=f"Once installed, a run file with `algorithm: {name}` trains with it, whatever the target.",
+    )
+
+
+@commands.command()
+def engine(name: NameArgument, directory: DirectoryOption = None) -> None:
+    """A package with one more serving system."""
+    write(
+        "engine",
+        name,
+        checked("engine", name, directory),
+        about=f"Drafts served by {name}",
+        use=f"Once installed, `foredraft serve-command --engine {name}` prints the command, and `foredraft doctor` tells what it refuses.",
+    )
+
+
+@commands.command("format")
+def form(name: NameArgument, directory: DirectoryOption = None) -> None:
+    """A package with one more way to write a draft down."""
+    write(
+        "format",
+        name,
+        checked("format", name, directory),
+        about=f"Drafts as {name} writes them",
+        use=f"Once installed, `foredraft import` reads such drafts, and `foredraft export --format {name}` writes them.",
     )
 
 
@@ -100,7 +121,8 @@ def checked(kind: str, name: str, directory: Path | None) -> Path:
 
 def write(kind: str, name: str, directory: Path, **values: str) -> None:
     """Fill in the templates."""
-    values |= {"kind": kind, "name": name, "module": f"foredraft_{name}", "version": __version__}
+    values = {"class_name": camel(name), **values, "kind": kind, "name": name, "module": f"foredraft_{name}"}
+    values |= {"suite": f"{camel(kind)}Tests", "versions": versions(__version__)}
     values["distribution"] = values["module"].replace("_", "-")
     templates = resources.files("foredraft") / "templates"
     for template, file in (
@@ -114,6 +136,12 @@ def write(kind: str, name: str, directory: Path, **values: str) -> None:
         (directory / file).write_text(text, encoding="utf-8")
         print(f"  {directory / file}")
     print(f'next: cd {directory} && pip install -e ".[test]" && pytest')
+
+
+def versions(version: str) -> str:
+    """What a package written against a version asks for: it, and what comes before the next one that may break it."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return f">={version},<{f'0.{minor + 1}' if major == 0 else major + 1}"
 
 
 def camel(name: str) -> str:
