@@ -21,9 +21,10 @@ from foredraft.contracts.finding import note
 from foredraft.contracts.options import Frozen
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft.attention import Causal, Full, GroupedQueryAttention, Unrolled
+from foredraft.loss import Teacher, chunked
 from foredraft.plugins.eagle3 import Eagle3
 from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests, FormatTests
-from foredraft.testing.case import Case
+from foredraft.testing.case import SUPERVISORS, Case
 from foredraft.testing.passes import Probe, build
 
 
@@ -328,10 +329,37 @@ ALGORITHMS = {
 def test_broken_algorithms(case: str) -> None:
     fields, check, message = ALGORITHMS[case]
     broken = type("Broken", (Short,), {"name": "broken", **fields})
-    extra = {"test_half_precision": {"precision": "bfloat16"}, "test_training_is_decoding": {"draft_vocab_size": None}}.get(check, {})
+    extra = {
+        "test_half_precision": {"precision": "bfloat16"},
+        "test_training_is_decoding": {"draft_vocab_size": None, "supervisors": SUPERVISORS},
+    }.get(check, {})
     arguments = (broken, {}) if check == "test_contract" else (Case.of(broken),)
     with pytest.raises(AssertionError, match=re.compile(message, re.S)):
         getattr(AlgorithmTests(), check)(*arguments, **extra)
+
+
+class Likely(Teacher):
+    """The target's five likeliest tokens."""
+
+    def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
+        p_NW = super().probabilities(rows_N, draft_ids_W)
+        return p_NW * (p_NW >= p_NW.topk(5).values[:, -1:])
+
+
+class LearnsTheLikely(Short):
+    """Trained otherwise than the kit expects, unless it is told."""
+
+    def loss(self, draft: Any, batch: Any, signal: Any) -> Step:
+        states = [s.flatten(0, 1)[query] for s, query in zip(self.unroll(draft, batch, signal.aux_BSA), batch["queries"], strict=True)]
+        teacher = Likely.of(signal, batch["teacher_rows"], draft.draft_ids)
+        return chunked(draft, states, teacher, batch["teachers"], [0.5 / count.clamp(min=1) for count in batch["counts"]])
+
+
+def test_what_training_learns_from_may_be_told() -> None:
+    check, case = AlgorithmTests().test_training_is_decoding, Case.of(LearnsTheLikely)
+    with pytest.raises(AssertionError, match=r"against the target and .* against the text: .*say so by the fixture `supervisors`"):
+        check(case, SUPERVISORS, None)
+    check(case, {"the likely": lambda signal, ids_L, draft_ids_W: Likely.of(signal, torch.arange(len(ids_L)), draft_ids_W)}, None)
 
 
 class Server(EngineBase):

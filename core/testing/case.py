@@ -1,6 +1,6 @@
 """The algorithm under test with a target and a draft, and the ways in which the checks exercise them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -14,12 +14,19 @@ from ..contracts.algorithm import AlgorithmBase, Step
 from ..contracts.signal import Signal
 from ..data import DraftCollator
 from ..errors import ForedraftError
-from ..loss import Labels, Teacher, reference
+from ..loss import Labels, Supervisor, Teacher, reference
 from ..target.capture import AuxCapture
 from ..target.target import Target
 from .common import shipped
 from .passes import build
 from .tiny import tiny_config, tiny_model, tiny_rows
+
+Supervise = Callable[[Signal, Tensor, Tensor], Supervisor]
+"""From what the target says of a text, the text [L] and the draft's vocabulary [W]: what is learned at each of its positions."""
+SUPERVISORS: Mapping[str, Supervise] = {
+    "the target": lambda signal, ids_L, draft_ids_W: Teacher.of(signal, torch.arange(len(ids_L)), draft_ids_W),
+    "the text": lambda signal, ids_L, draft_ids_W: Labels(ids_L.roll(-1)),
+}
 
 
 @dataclass
@@ -108,10 +115,12 @@ def reduced(case: Case, size: int) -> Case:
 
 
 @torch.no_grad()
-def forced(case: Case, ids_L: Tensor, letters: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+def forced(
+    case: Case, ids_L: Tensor, letters: str, steps: int, supervisors: Mapping[str, Supervise]
+) -> tuple[dict[str, dict[str, Tensor]], list[int]]:
     """What a fresh drafter says at every place of the text that serving reaches, when it is made to draft the text itself.
 
-    The metrics of its logits against the target's, those against the text, and the number of places per drafting step.
+    The metrics of its logits against each of the supervisors, and the number of places per drafting step.
     """
     end, states, rows = letters.rindex("a") + 1, [[] for _ in range(steps)], [[] for _ in range(steps)]  # type: ignore[var-annotated]
     aux = case.aux(ids_L)
@@ -126,14 +135,12 @@ def forced(case: Case, ids_L: Tensor, letters: str, steps: int) -> tuple[dict[st
     possible = [max(0, letters.count("a") - 1 - k) for k in range(steps)]
     hidden_LT = case.target.decoder(input_ids=ids_L[None], use_cache=False).last_hidden_state[0]
     signal = case.target.signal(aux, hidden_LT[None], torch.arange(len(ids_L)))
-    teacher = Teacher.of(signal, torch.arange(len(ids_L)), case.draft.draft_ids)
     empty = torch.zeros(0, case.draft.config.draft_vocab_size)
     logits = [torch.stack(s) if s else empty for s in states]
     ones, at = [x.new_ones(len(x)) for x in logits], [torch.tensor(r).long() for r in rows]
-    supervisors = (teacher, Labels(ids_L.roll(-1)))
     head = SimpleNamespace(compute_logits=lambda x: x, draft_ids=case.draft.draft_ids)
-    taught, labelled = (reference(head, logits, s, at, ones).metrics for s in supervisors)
-    return taught, labelled, possible
+    against = {name: make(signal, ids_L, case.draft.draft_ids) for name, make in supervisors.items()}
+    return {name: reference(head, logits, supervisor, at, ones).metrics for name, supervisor in against.items()}, possible
 
 
 def greedy(draft: Any) -> tuple[list[Tensor], Any]:
