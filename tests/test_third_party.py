@@ -81,6 +81,19 @@ def test_foredraft_is_the_wheel(stranger: Stranger) -> None:
     assert where.startswith(str(stranger.home / "venv"))
 
 
+TYPED = """
+from foredraft.contracts import Frozen
+
+class MyOptions(Frozen):
+    width: int = 3
+
+class Mine(foredraft.AlgorithmBase[MyOptions]):
+    Options = MyOptions
+
+    def half(self) -> int:
+        reveal_type(self.options.width)
+        return self.options.width // 2
+"""
 SKIPPED = ("torch", "transformers", "datasets")
 
 
@@ -88,16 +101,17 @@ def test_checkers_see_the_public_names(stranger: Stranger) -> None:
     """mypy, of the installed package: each public name is what it is, none is `Any`, and what is no name is an error."""
     names = json.loads(stranger.run("python", "-c", "import foredraft, json; print(json.dumps(foredraft.__all__))"))
     lines = ["import foredraft", *(f"reveal_type(foredraft.{name})" for name in names), "foredraft.no_such_name"]
-    (stranger.home / "names.py").write_text("\n".join(lines) + "\n")
+    (stranger.home / "names.py").write_text("\n".join([*lines, TYPED]))
     heavy = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in SKIPPED)
     (stranger.home / "mypy.ini").write_text(f"[mypy]\nstrict = True\npython_executable = {stranger.python}\n{heavy}")
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary", "names.py"]
     out = subprocess.run(command, cwd=stranger.home, capture_output=True, text=True, timeout=300).stdout
-    shown = re.findall(r'^names.py:(\d+): note: Revealed type is "(.*)"$', out, flags=re.M)
-    revealed = {names[int(line) - 2]: text for line, text in shown}
-    assert revealed.keys() == set(names), out
+    shown = re.findall(r'^names.py:\d+: note: Revealed type is "(.*)"$', out, flags=re.M)
+    assert len(shown) == len(names) + 1, out
+    revealed = dict(zip([*names, "width"], shown, strict=True))
     assert not [name for name, text in revealed.items() if text == "Any"], out
     assert "foredraft.contracts.algorithm.AlgorithmBase" in revealed["AlgorithmBase"]
+    assert revealed["width"].endswith("int")
     assert f'{len(lines)}: error: Module has no attribute "no_such_name"' in out
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, cast
+
+from typing_extensions import TypeVar
 
 from ..errors import ForedraftError
 from .draft import Batch, DraftModel, Wiring
@@ -93,17 +95,20 @@ def tokens_to_draft(asked: int | None, most: int | None) -> int:
     return asked or most or DEFAULT_TOKENS
 
 
-class DrafterBase(Plugin):
+OptionsT = TypeVar("OptionsT", bound=Frozen, default=Any)
+
+
+class DrafterBase(Plugin, Generic[OptionsT]):
     """A way to draft, stateless but for its options. One without weights (prompt lookup) is this alone.
 
-    A subclass sets `name`, `summary` and `Options` (a pydantic model whose fields are described), and implements `drafter`.
+    A subclass sets `name`, `summary` and `Options` (a pydantic model whose fields are described), and implements `drafter`. Type
+    checkers know `self.options` where the base says what they are: `class Mine(AlgorithmBase[MyOptions])` with `Options = MyOptions`.
     """
 
-    class Options(Frozen):
-        """Options of the algorithm."""
+    Options: ClassVar[type[Frozen]] = Frozen
 
-    def __init__(self, options: Frozen | None = None, **fields: Any):
-        self.options: Any = options if options is not None else self.Options(**fields)
+    def __init__(self, options: OptionsT | None = None, **fields: Any):
+        self.options = cast(OptionsT, self.Options(**fields) if options is None else options)
 
     @property
     def max_tokens(self) -> int | None:
@@ -122,7 +127,7 @@ class DrafterBase(Plugin):
         return super().lacking() + ([] if fine else ["Options: a subclass of foredraft.contracts.Frozen"])
 
 
-class AlgorithmBase(DrafterBase):
+class AlgorithmBase(DrafterBase[OptionsT]):
     """An algorithm with a draft model: how it is wired, planned, trained and drafted with. `drafter` always gets the draft."""
 
     needs: ClassVar[tuple[Literal["aux", "final"], ...]] = ("aux", "final")
