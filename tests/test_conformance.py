@@ -20,11 +20,12 @@ from foredraft.plugins.medusa import Medusa
 from foredraft.plugins.nemo import NeMo
 from foredraft.plugins.peagle import PEagle
 from foredraft.plugins.plain import Plain
+from foredraft.plugins.prompt_lookup import PromptLookup
 from foredraft.plugins.safeailab import SafeAILab
 from foredraft.plugins.sglang import SGLang
 from foredraft.plugins.speculators import Speculators
 from foredraft.plugins.vllm import VLLM
-from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests, FormatTests
+from foredraft.testing import AdapterTests, AlgorithmTests, DrafterTests, EngineTests, FormatTests
 
 TINY = {
     "vocab_size": 50,
@@ -144,6 +145,12 @@ class TestDFlash(OneMethod):
 
 class TestMedusa(OneMethod):
     cls, small = Medusa, {"num_heads": 3}
+
+
+class TestPromptLookup(DrafterTests):
+    @pytest.fixture
+    def algorithm(self) -> Any:
+        return PromptLookup
 
 
 MADE: dict[str, tuple[Any, str, dict[str, Any]]] = {

@@ -12,7 +12,7 @@ from tiny import tiny_config
 from torch import Tensor, nn
 from transformers import ArceeConfig
 
-from foredraft import DraftSpec, ForedraftError, FormatBase
+from foredraft import DrafterBase, DraftSpec, ForedraftError, FormatBase
 from foredraft.adapters.llama import LlamaDraft
 from foredraft.contracts.algorithm import Plan, Step
 from foredraft.contracts.draft import Layout
@@ -23,7 +23,7 @@ from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft.attention import Causal, Full, GroupedQueryAttention, Unrolled
 from foredraft.loss import Teacher, chunked
 from foredraft.plugins.eagle3 import Eagle3
-from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests, FormatTests
+from foredraft.testing import AdapterTests, AlgorithmTests, DrafterTests, EngineTests, FormatTests
 from foredraft.testing.case import SUPERVISORS, Case
 from foredraft.testing.passes import Probe, build
 
@@ -360,6 +360,53 @@ def test_what_training_learns_from_may_be_told() -> None:
     with pytest.raises(AssertionError, match=r"against the target and .* against the text: .*say so by the fixture `supervisors`"):
         check(case, SUPERVISORS, None)
     check(case, {"the likely": lambda signal, ids_L, draft_ids_W: Likely.of(signal, torch.arange(len(ids_L)), draft_ids_W)}, None)
+
+
+class Counts(DrafterBase):
+    """Drafts tokens one after another: what the broken ones below start from."""
+
+    name = "counts"
+    summary = "counts on"
+
+    def drafter(self, draft: Any) -> Any:
+        return type(self)()
+
+    def propose(self, ids: Tensor, aux: Tensor, limit: int, choose: Any) -> Any:
+        return [(int(ids[-1]) + i) % 50 for i in range(limit)], []
+
+
+def proposing(change: Callable[[Any, Tensor, int], Any]) -> dict[str, Any]:
+    return {"propose": lambda self, ids, aux, limit, choose: change(self, ids, limit)}
+
+
+DRAFTERS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no summary": ({"summary": ""}, "test_contract", "Broken needs a `summary`"),
+    "too many": (
+        proposing(lambda self, ids, limit: ([1] * (limit + 1), [])),
+        "test_keeps_its_word",
+        "asked for at most 2 tokens, it drafted 3",
+    ),
+    "tensors": (proposing(lambda self, ids, limit: (list(ids[:limit]), [])), "test_keeps_its_word", r"it drafted \[tensor.* are ints"),
+    "a logit too few": (
+        proposing(lambda self, ids, limit: ([1] * limit, [torch.zeros(50)])),
+        "test_keeps_its_word",
+        "2 tokens with 1 logits",
+    ),
+    "remembers": (
+        proposing(lambda self, ids, limit: (vars(self).setdefault("seen", [int(ids[-1])]), [])),
+        "test_drafting_again",
+        "keep nothing of its own drafts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DRAFTERS)
+def test_broken_drafters(case: str) -> None:
+    fields, check, message = DRAFTERS[case]
+    broken = type("Broken", (Counts,), {"name": "broken", **fields})
+    arguments: tuple[Any, ...] = {"test_contract": (broken, {}), "test_keeps_its_word": (broken(), 2)}.get(check, (broken(),))
+    with pytest.raises(AssertionError, match=message):
+        getattr(DrafterTests(), check)(*arguments)
 
 
 class Server(EngineBase):

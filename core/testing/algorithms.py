@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ..contracts.algorithm import AlgorithmBase
-from ..contracts.options import Frozen
 from ..contracts.spec import DraftSpec
 from ..files.ours import save_draft
 from ..loss.readable import METRICS
 from .case import SUPERVISORS, Case, Supervise, chi_square, equal, forced, greedy, reduced, scrambled
-from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, registry_of
+from .common import TOLERANCE, Conformance, check_dtype, check_gradients, check_options, gap, missing, registry_of
 from .disk import check_config, check_names, check_round_trip, names_on_disk
 from .passes import check_lossless
 from .tiny import gradients, tiny_config
@@ -54,10 +53,7 @@ class AlgorithmTests(Conformance):
 
     def test_contract(self, algorithm: type[AlgorithmBase], options: dict[str, Any]) -> None:
         """Options are strict, described and survive JSON; the spec follows from them."""
-        assert issubclass(algorithm.Options, Frozen), f"{algorithm.__name__}.Options must be a subclass of foredraft.contracts.Frozen"
-        silent = [name for name, field in algorithm.Options.model_fields.items() if not field.description]
-        assert not silent, f"{algorithm.__name__}.Options: describe {', '.join(silent)} (Field(..., description=...))"
-        assert algorithm.summary, f"{algorithm.__name__} needs a `summary`: `foredraft plugins` shows it"
+        check_options(algorithm)
         method = algorithm(**options)
         assert isinstance(method.spec, DraftSpec), f"{algorithm.__name__}.spec must be a property that gives a DraftSpec"
         again = registry_of(algorithm).make_algorithm(method.name, method.options.model_dump(mode="json"))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.hookspecs import GROUP, hookimpl
+from ..contracts.options import Frozen
 from ..contracts.plugin import Plugin
 from ..errors import nearest
 from ..registry import KINDS, Registry
@@ -80,6 +81,14 @@ def gap(found: Tensor, expected: Tensor) -> float:
         return 0.0
     found, expected = found.detach().double(), expected.detach().double()
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+
+def check_options(algorithm: Any) -> None:
+    """They are strict and described, and the algorithm has a summary."""
+    assert issubclass(algorithm.Options, Frozen), f"{algorithm.__name__}.Options must be a subclass of foredraft.contracts.Frozen"
+    silent = [name for name, field in algorithm.Options.model_fields.items() if not field.description]
+    assert not silent, f"{algorithm.__name__}.Options: describe {', '.join(silent)} (Field(..., description=...))"
+    assert algorithm.summary, f"{algorithm.__name__} needs a `summary`: `foredraft plugins` shows it"
 
 
 def check_gradients(draft: Any) -> None:

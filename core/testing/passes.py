@@ -133,12 +133,12 @@ def chain(draft: BaseDraft, embeds_SD: Tensor, context_SD: Tensor, documents_S: 
 
 @torch.no_grad()
 def check_lossless(model: Any, draft: Any) -> None:
-    """Greedy decoding with the draft is the target's own, token for token."""
+    """Greedy decoding with a draft (or an algorithm without weights) is the target's own, token for token."""
     for seed, k in ((0, 1), (1, 4)):
         ids = torch.randint(1, 49, (1, 5), generator=torch.Generator().manual_seed(seed))
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
         alone = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        k = min(k, draft.algorithm.max_tokens or k)
+        k = min(k, getattr(draft, "algorithm", draft).max_tokens or k)
         drafted = generate(model, draft, ids, num_draft_tokens=k, **settings)
         assert torch.equal(drafted, alone), (
             f"greedy decoding with {k} drafted tokens gives {drafted[0, 5:].tolist()}, the target alone {alone[0, 5:].tolist()}: "
