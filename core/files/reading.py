@@ -33,6 +33,9 @@ MAX_JSON = 64 * 2**20
 Size = Annotated[int, Field(ge=1, le=2**24)]
 """Larger than any model's; small enough that a product of two fits 64 bits."""
 
+WIDEST = 2**16
+"""More than any head's width."""
+
 Token = Annotated[int, Field(ge=0, le=2**31)]
 
 # Keys by which transformers would fetch or choose code, or build what a draft has no use for. Names that begin with _ are its own.
@@ -88,7 +91,7 @@ class Fields(Strict):
     num_hidden_layers: Annotated[int, Field(ge=0, le=MOST)]
     num_attention_heads: Size = 1
     num_key_value_heads: Size | None = None
-    head_dim: Annotated[int, Field(ge=1, le=2**16)] | None = None
+    head_dim: Annotated[int, Field(ge=1, le=WIDEST)] | None = None
     intermediate_size: Size = 1
     draft_vocab_size: Size
     target_hidden_size: Size
@@ -155,7 +158,9 @@ def check_fields(fields: Mapping[str, Any], where: str | Path) -> Fields:
         read = Fields.model_validate(fields)
     except ValidationError as error:
         raise ForedraftError(f"the config.json of '{where}' is not what foredraft writes:\n  {describe_validation(error, {})}") from error
-    if problems := read.objections():
+    # A family may have several: one of a sane number alone makes no model of gigabytes.
+    wide = {name: size for name, size in fields.items() if name.endswith("head_dim") and isinstance(size, int) and size > WIDEST}
+    if problems := [*read.objections(), *(f"{name}={size}: no head is so wide" for name, size in wide.items())]:
         raise ForedraftError(f"the config.json of '{where}' contradicts itself:\n  " + "\n  ".join(problems))
     return read
 
