@@ -251,7 +251,7 @@ def sglang_parameters(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     top = "" if dflash else "model."
     made: dict[str, tuple[int, ...]] = {f"{top}fc": (D, aux), f"{top}norm": (D,)}
     made |= {"hidden_norm": (D,)} if dflash else {"model.embed_tokens": (config["vocab_size"], D), "lm_head": (W, D)}
-    if config["fc_norm"]:
+    if config.get("fc_norm"):
         made |= {f"model.fc_norm.{i}": (config["target_hidden_size"],) for i in range(config["num_aux_hidden_states"])}
     for i in range(config["num_hidden_layers"]):
         layer, width = f"{top}layers.{i}" if not latent else "model.midlayer", 2 * D if i == 0 and not dflash else D
