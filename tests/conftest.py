@@ -17,6 +17,8 @@ import datasets
 import torch
 from transformers.utils import logging
 
+collect_ignore = ["proof"]  # a package of its own, whose suite runs where it is installed
+
 torch.set_num_threads(1)
 datasets.disable_progress_bars()
 logging.disable_progress_bar()
