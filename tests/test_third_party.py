@@ -72,7 +72,8 @@ def stranger(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         stranger.pip("install", "-c", str(ROOT / "constraints.txt"), str(built), "pytest")
     for kind, name in WRITTEN.items():
         stranger.run("foredraft", "new", kind, name)
-    stranger.pip("install", "--no-deps", "--no-index", *(str(wheel(home / name, home)) for name in PACKAGES))
+    shutil.copytree(ROOT / "tests/proof", home / "proof", ignore=shutil.ignore_patterns("__pycache__"))
+    stranger.pip("install", "--no-deps", "--no-index", *(str(wheel(home / name, home)) for name in (*PACKAGES, "proof")))
     return stranger
 
 
@@ -118,7 +119,7 @@ def test_checkers_see_the_public_names(stranger: Stranger) -> None:
 @pytest.mark.parametrize("checks", ["registers or contract or packing", pytest.param("test", marks=pytest.mark.slow)])
 def test_their_suites_pass(stranger: Stranger, checks: str) -> None:
     """As they were written, against the installed packages; in every run a few checks of each."""
-    suites = [f"{package}/tests" for package in PACKAGES]
+    suites = [f"{package}/tests" for package in (*PACKAGES, "proof")]
     out = stranger.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", checks, *suites)
     passed = re.search(r"(\d+) passed", out)
     assert passed is not None
