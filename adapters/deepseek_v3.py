@@ -75,7 +75,7 @@ class DeepseekV3Draft(BaseDraft):
     architecture = "Eagle3DeepseekV2ForCausalLM"
     config_class = DeepseekDraftConfig
     norm_class = DeepseekV3RMSNorm
-    mlp_class: type[nn.Module] = DeepseekV3MLP
+    mlp_class: ClassVar[type[nn.Module]] = DeepseekV3MLP
     rotary_class = DeepseekV3RotaryEmbedding
 
     @classmethod
@@ -139,7 +139,7 @@ class DeepseekV3MoEDraft(DeepseekV3Draft, DeepseekV3PreTrainedModel):
     summary = "latent-attention drafts with experts, for DeepSeek-V3 targets by name"
     model_types = ()
     architecture = "Eagle3DeepseekV2MoEForCausalLM"  # a name that no engine takes for the dense draft's
-    mlp_class = BalancedMoE
+    mlp_class: ClassVar[type[nn.Module]] = BalancedMoE
 
     def __init__(self, config: Any, algorithm: AlgorithmBase | None = None):
         super().__init__(config, algorithm)
