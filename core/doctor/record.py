@@ -1,5 +1,6 @@
 """Checks of a draft of ours against what foredraft recorded when it made it, and against what any draft of ours computes."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,8 +41,10 @@ def foreign(s: Subject) -> Iterator[Finding]:
     """Of our drafts: what engines would compute by fields that no draft of ours has."""
     if not s.made:
         return
-    # Others say what is wrong there.
-    skipped = ("layer_types", "sliding_window", "use_sliding_window", "use_swa", "norm_before_fc", "use_aux_hidden_state", *NESTED)
+    # Others say what is wrong there; and what the draft's own family has a field for, it computes.
+    skipped = {"layer_types", "sliding_window", "use_sliding_window", "use_swa", "norm_before_fc", "use_aux_hidden_state", *NESTED}
+    if s.built is not None:
+        skipped |= {field.name for field in dataclasses.fields(s.built.config)} | set(s.built.config.rope_parameters or ())
     try:
         problems = DraftFields.model_validate({n: v for n, v in flat(s.fields).items() if n not in skipped}).objections()
     except ValidationError:  # fields of a wrong type are named elsewhere

@@ -87,7 +87,7 @@ class Subject(Opened):
     def remade(self) -> Mapping[str, Any]:
         """Of a draft made by foredraft, what saving it writes for engines, but for aux layers and mask tokens; empty where that is open."""
         draft, named = self.built, ("architectures", "model_type")
-        if draft is None or draft.algorithm is None:
+        if draft is None:
             return {}
         try:
             written, native = draft.algorithm.engine_fields(draft.config), draft.config.to_dict()

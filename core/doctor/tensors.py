@@ -189,7 +189,9 @@ def qk_norms(s: Subject) -> Iterator[Finding]:
 
 def upper_norms(s: Subject) -> Iterator[Finding]:
     """Layers above the first: engines differ in the name under which they look for the norm."""
+    own = s.model.state_dict() if s.model is not None else {}  # a draft may have both norms in every layer
     norms = [(f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight") for i in s.layers if i > 0 and not s.prefix]
+    norms = [pair for pair in norms if pair[1] not in own]
     if single := [pair for pair in norms if (pair[0] in s.names) != (pair[1] in s.names)]:
         lacking = [name for pair in single for name in pair if name not in s.names]
         yield note(

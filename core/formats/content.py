@@ -39,7 +39,7 @@ def recognise(config: Config, names: Names, registry: Registry) -> Content:
             ours.setdefault(mine, []).append(name)
     if twice := [" and ".join(theirs) for theirs in ours.values() if len(theirs) > 1]:
         raise ForedraftError(f"tensors of two formats in one checkpoint: {'; '.join(twice[:5])}\n{seen(config, names)}")
-    algorithm = algorithm_of(ours, registry)
+    algorithm = algorithm_of(ours, registry, told)
     if algorithm is None and told and not _told_by(registry.algorithm(told)):
         algorithm = told  # its own tensors do not tell it
     if algorithm is None:
@@ -49,13 +49,16 @@ def recognise(config: Config, names: Names, registry: Registry) -> Content:
     return Content(form, algorithm, flat, {mine: theirs[0] for mine, theirs in ours.items()})
 
 
-def algorithm_of(names: Names, registry: Registry) -> str | None:
+def algorithm_of(names: Names, registry: Registry, told: str | None = None) -> str | None:
     """The algorithm whose draft holds tensors of these names, ours: of those whose tensors are all there, the one that names most.
 
-    A variant counts before its parent, unless it inherits what tells it. Raises `ForedraftError` where two remain.
+    A variant counts before its parent, unless it inherits what tells it. Of two that remain the one that the config has `told` counts.
+    Raises `ForedraftError` if it tells none of them.
     """
     held = {name: cls for name, cls in registry.algorithms().items() if _told_by(cls) and set(names) >= _told_by(cls)}
     best = [name for name, cls in held.items() if not any(_before(other, cls) for other in held.values())]
+    if told in best:
+        return told
     if len(best) > 1:
         raise ForedraftError(f"two algorithms made it, by its tensors: {' and '.join(best)}; uninstall the one that did not")
     return best[0] if best else None

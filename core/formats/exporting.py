@@ -36,9 +36,9 @@ def export_draft(
         raise ForedraftError(f"'{source}' is no draft of foredraft's: its config.json has no 'foredraft' entry")
     draft = auto_draft(source, registry=registry)
     state, left_out = draft.state_dict(), TARGET_HEAD if draft.config.spec.target_head else ()
-    tokens = tokens_to_draft(num_draft_tokens, draft.algorithm.max_tokens if draft.algorithm else None)
+    tokens = tokens_to_draft(num_draft_tokens, draft.algorithm.max_tokens)
     own = {name: tensor.contiguous() for name, tensor in state.items() if name not in left_out}
-    config, tensors = registry.format(form)().write(draft, own, algorithm_of(state, registry), tokens)
+    config, tensors = registry.format(form)().write(draft, own, algorithm_of(state, registry, draft.algorithm.name), tokens)
     with replacing(out) as temporary:
         save_file(dict(tensors), temporary / WEIGHTS, metadata={"format": "pt"})
         (temporary / WEIGHTS).chmod(0o644)

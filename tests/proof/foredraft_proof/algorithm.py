@@ -41,7 +41,7 @@ class PerStep(AlgorithmBase):
 
     name = "proof_per_step"
     summary = "a layer of its own for each drafted token"
-    told_by = frozenset({"fc.weight", "layers.1.hidden_norm.weight", "layers.1.input_layernorm.weight"})
+    told_by = frozenset({"fc.weight", "layers.0.hidden_norm.weight", "layers.1.hidden_norm.weight", "layers.1.input_layernorm.weight"})
 
     class Options(Frozen):
         """Options of the algorithm."""

@@ -22,9 +22,12 @@ class Boxed(FormatBase):
     def flatten(self, config: Any) -> dict[str, Any]:
         return dict(config["boxed"])
 
+    def algorithm(self, config: Any) -> str | None:
+        return str(config["by"])
+
     def write(self, draft: Any, tensors: Mapping[str, Tensor], algorithm: str | None, num_tokens: int) -> Any:
         fields = {name: value for name, value in draft.config.to_dict().items() if name != "foredraft"}
-        return {"boxed": fields}, {f"boxed.{name}": tensor for name, tensor in tensors.items()}
+        return {"boxed": fields, "by": draft.algorithm.name}, {f"boxed.{name}": tensor for name, tensor in tensors.items()}
 
 
 @hookimpl
