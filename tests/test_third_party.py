@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tiny import tiny_target, tiny_tokenizer
+from transformers import StableLmConfig, StableLmForCausalLM
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = {"adapter": "some_family", "algorithm": "first_token", "engine": "some_server", "format": "some_form"}
@@ -159,3 +160,42 @@ def test_train_decode_and_uninstall(stranger: Stranger) -> None:
     stranger.pip("uninstall", "--yes", *PACKAGES)
     assert not re.search("|".join(WRITTEN.values()), stranger.run("foredraft", "plugins"))
     assert "unknown adapter 'some_family'" in stranger.run(*decode, fails=True)
+
+
+@pytest.fixture(scope="module")
+def targets(stranger: Stranger) -> Stranger:
+    """With a target that the proof package's adapter drafts for, and a Llama."""
+    tokenizer = tiny_tokenizer()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    config = StableLmConfig(vocab_size=len(tokenizer), **shape, **ends, use_parallel_residual=True)
+    StableLmForCausalLM(config).save_pretrained(stranger.home / "parallel")
+    tiny_target(vocab=len(tokenizer)).save_pretrained(stranger.home / "plain")
+    for name in ("parallel", "plain"):
+        tokenizer.save_pretrained(stranger.home / name)
+    turns = [[{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": f"{w} {w} {w}"}] for w in "abcd"]
+    (stranger.home / "said.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    return stranger
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["parallel", "plain"])
+def test_a_plugin_of_every_kind_by_the_command_line(targets: Stranger, target: str) -> None:
+    """Trained under objectives of its own, described, decoded, measured, examined without an error, exported, imported, served."""
+    run = f"target: {target}\noutput_dir: of_{target}\nalgorithm: proof_per_step\n"
+    run += "options: {steps: 2, loss: {proof_top_k: 1.0, proof_nla: 0.2}}\ndata: {train: said.jsonl, max_length: 64}\n"
+    (targets.home / "proof.yaml").write_text(run + "training: {max_steps: 20, learning_rate: 1e-2, logging_steps: 10}\n")
+    targets.run("foredraft", "train", "proof.yaml")
+    draft = f"of_{target}/draft"
+    assert "proof_server" in targets.run("foredraft", "info", draft)
+    decode = ("--target", target, "--prompts", "said.jsonl", "--max-new-tokens", "8", "--dtype", "float32")
+    assert "4/4" in targets.run("foredraft", "eval", "--draft", draft, *decode)
+    assert "4/4" in targets.run("foredraft", "eval", "--algorithm", "proof_echo", *decode)
+    assert "0 errors" in targets.run("foredraft", "doctor", draft, "--target", target)
+    assert "proof-serve" in targets.run("foredraft", "serve-command", draft, "--target", target, "--engine", "proof_server")
+    if target == "parallel":
+        return  # what is imported is Llama-shaped
+    targets.run("foredraft", "export", draft, "boxed", "--format", "proof_boxed")
+    assert "proof_per_step, in the format proof_boxed" in targets.run("foredraft", "import", "boxed", "back", "--target", target)
+    assert "0 errors" in targets.run("foredraft", "doctor", "boxed", "--target", target)
+    assert "4/4" in targets.run("foredraft", "eval", "--draft", "back", *decode)

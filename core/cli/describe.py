@@ -74,7 +74,7 @@ def _why(adapter: type[BaseDraft], model_type: str) -> str:
 def _memory(draft: BaseDraft, trained: int, embedding: int, rows: int, length: int) -> str:
     """An estimate: fp32 weights, gradients and AdamW's two moments; the target's states in 16 bit; the loss's largest tensors."""
     config: Any = draft.config
-    steps = draft.algorithm.options.model_dump().get("ttt_steps", 1) if draft.algorithm else 1
+    steps = draft.algorithm.options.model_dump().get("ttt_steps", 1)
     tokens = rows * length
     weights = 16 * trained + 4 * embedding
     states = 2 * tokens * (config.num_aux_hidden_states + 1) * config.target_hidden_size

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 from foredraft_proof.adapter import ParallelDraft
 from foredraft_proof.algorithm import PerStep
+from foredraft_proof.drafter import Echo
 from foredraft_proof.engine import Server
+from foredraft_proof.form import Boxed
 from transformers import StableLmConfig
 
-from foredraft.testing import AdapterTests, AlgorithmTests, EngineTests
+from foredraft.testing import AdapterTests, AlgorithmTests, DrafterTests, EngineTests, FormatTests
 
 SHAPE = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
 
@@ -54,3 +56,15 @@ class TestServer(EngineTests):
     @pytest.fixture
     def served(self) -> dict[str, Any]:
         return {"architectures": ["PerStepDraftModel"]}
+
+
+class TestEcho(DrafterTests):
+    @pytest.fixture
+    def algorithm(self) -> Any:
+        return Echo
+
+
+class TestBoxed(FormatTests):
+    @pytest.fixture
+    def form(self) -> Any:
+        return Boxed
