@@ -10,7 +10,7 @@ from tiny import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from foredraft import Conversations, DraftCollator, ForedraftError, pack
-from foredraft.contracts import Frozen
+from foredraft.contracts import Frozen, Plan
 from foredraft.data import Conversation, Rendered, Renderer, Unusable, render, with_template
 from foredraft.data.collate import positions_within, seed_of
 from foredraft.testing.passes import Probe
@@ -283,8 +283,9 @@ class Drawing(Probe):
     name = "drawing"
     Options = Frozen
 
-    def plan(self, batch: Any, generators: Any) -> dict[str, Any]:
-        return {"drawn": torch.cat([torch.rand(3, generator=g) for g in generators])}
+    def plan(self, batch: Any, generators: Any) -> Plan:
+        nothing = torch.empty(0, dtype=torch.long)
+        return Plan(nothing, nothing, {"drawn": torch.cat([torch.rand(3, generator=g) for g in generators])})
 
 
 class TestCollator:

@@ -204,7 +204,7 @@ def unrolling(change: Callable[[Any, dict[str, Any], Tensor], tuple[dict[str, An
 
 def changing(change: Callable[[Step, dict[str, Any]], Step]) -> dict[str, Any]:
     """Another loss or other metrics."""
-    return {"loss": lambda self, draft, batch, signal, counts: change(Eagle3.loss(self, draft, batch, signal, counts), batch)}
+    return {"loss": lambda self, draft, batch, signal: change(Eagle3.loss(self, draft, batch, signal), batch)}
 
 
 class Drafter(AutoregressiveDrafter):

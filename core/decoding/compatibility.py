@@ -158,7 +158,7 @@ def examine(model: PreTrainedModel) -> None:
         raise ForedraftError("what its layers put out is not what it calls its hidden states")
     settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, **settings)
-    if not torch.equal(generate(model, _Foretold(plain[0]), ids, num_draft_tokens=3, **settings), plain):
+    if not torch.equal(generate(model, _Foretold(plain[0], vocabulary), ids, num_draft_tokens=3, **settings), plain):
         raise ForedraftError("verifying drafted tokens changes its text (its cache cannot go back, perhaps)")
 
 
@@ -167,9 +167,9 @@ class _Foretold(DrafterBase):
 
     name = "foretold"
 
-    def __init__(self, text_L: Tensor):
+    def __init__(self, text_L: Tensor, vocabulary: int):
         super().__init__()
-        self.text = [(token + (i % 5 == 0)) % VOCABULARY for i, token in enumerate(text_L.tolist())]
+        self.text = [(token + (i % 5 == 0)) % vocabulary for i, token in enumerate(text_L.tolist())]
 
     def drafter(self, draft: DraftModel | None) -> "_Foretold":
         return self
