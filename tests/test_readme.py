@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text)
     run = (ROOT / "examples/demo.yaml").read_text()
     for real, tiny in (
-        ("held_out: 16", "held_out: 1"),
+        ("held_out: 12", "held_out: 1"),
         ("max_length: 512", "max_length: 64"),
         ("draft_vocab_size: 8192", "draft_vocab_size: 40"),
     ):
