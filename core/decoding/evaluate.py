@@ -106,13 +106,7 @@ def evaluate(
     `draft` and `tree` as in `generate`. τ is micro-averaged over all prompts. `temperature` 0 is greedy; `progress`, if given, is
     called after each prompt. Raises what `generate` raises, and `ForedraftError` for prompts that are no lists of messages.
     """
-    if not prompts:
-        raise ForedraftError("there are no prompts to evaluate on")
-    for prompt in prompts:
-        if not (isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt)):
-            raise ForedraftError(
-                f"a prompt is a list of messages, found {prompt!r:.60}: pass [{{'role': 'user', 'content': 'text'}}], or load_prompts(file)"
-            )
+    _check_prompts(prompts)
     algorithm, _ = algorithm_and_draft(draft)
     num_draft_tokens = tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
     sampling: dict[str, Any] = (
@@ -163,3 +157,14 @@ def evaluate(
             "threads": torch.get_num_threads(),
         },
     )
+
+
+def _check_prompts(prompts: Sequence[Prompt]) -> None:
+    """Raises `ForedraftError` unless there are prompts, each a list of messages."""
+    if not prompts:
+        raise ForedraftError("there are no prompts to evaluate on")
+    for prompt in prompts:
+        if not (isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt)):
+            raise ForedraftError(
+                f"a prompt is a list of messages, found {prompt!r:.60}: pass [{{'role': 'user', 'content': 'text'}}], or load_prompts(file)"
+            )

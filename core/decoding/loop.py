@@ -117,9 +117,8 @@ class DecodingLoop:
         mask = torch.zeros(1, 1, 1 + count, past + 1 + count, dtype=self.model.dtype, device=ids_1L.device)
         mask[..., past:].masked_fill_(~drafted.visible.to(mask.device), lowest)
         if (given := kwargs.get("attention_mask")) is not None:
-            mask.masked_fill_(
-                given[:, None, None] == 0, lowest
-            )  # padding ids in the prompt, which transformers hides unless told otherwise
+            # Padding ids in the prompt, which transformers hides unless told otherwise.
+            mask.masked_fill_(given[:, None, None] == 0, lowest)
         positions = inputs["position_ids"]
         return inputs | {"attention_mask": mask, "position_ids": positions[..., :1] + drafted.depths.to(positions.device)}
 
