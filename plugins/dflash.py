@@ -17,7 +17,7 @@ from foredraft.decoding import choose_in_turn
 from foredraft.draft import Prefix
 from foredraft.draft.attention import DecodingCache, Full, Masked
 from foredraft.draft.attention.patterns import MaskFunction
-from foredraft.loss import CHUNK, Labels, chunked
+from foredraft.loss import Labels, chunked, rows_at_once
 
 
 class DFlash(AlgorithmBase):
@@ -162,8 +162,9 @@ class DFlash(AlgorithmBase):
         ids, alpha = batch["input_ids"].flatten(), self.options.dpace_alpha
         # An untrained slot ends its block: nothing behind it counts.
         smoothed_MK = states[0].new_zeros(batch["anchors"].numel() * len(states), dtype=torch.float32)
+        most = rows_at_once(draft.config.draft_vocab_size, ids.device)
         for step in zip(states, batch["queries"], batch["labels"], strict=True):
-            for state_ND, query, label in zip(*(t.split(CHUNK) for t in step), strict=True):
+            for state_ND, query, label in zip(*(t.split(most) for t in step), strict=True):
                 cross_entropy_N = F.cross_entropy(draft.compute_logits(state_ND).float(), ids[label], reduction="none")
                 smoothed_MK[query] = (1 - alpha) * (-cross_entropy_N).exp() + alpha
         weights_MK = dpace_weights(smoothed_MK.view(-1, len(states))).flatten()

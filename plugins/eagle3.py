@@ -85,10 +85,11 @@ class Eagle3(AlgorithmBase):
         return chunked(
             draft,
             [state_BQD.flatten(0, 1)[query] for state_BQD, query in zip(states, batch["queries"], strict=True)],
-            Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
+            Teacher.of(signal, batch["teacher_rows"]),
             batch["teachers"],
             [share / count.clamp(min=1) for share, count in zip(shares, batch["counts"], strict=True)],
             objective(self.options.loss),
+            batch["pairs"],
         )
 
     def unroll(self, draft: DraftModel, batch: Batch, aux_BSA: Tensor) -> list[Tensor]:

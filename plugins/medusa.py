@@ -81,10 +81,11 @@ class Medusa(AlgorithmBase):
         return chunked(
             draft,
             [head(features_ND[slots]) for head, slots in zip(heads, batch["queries"], strict=True)],
-            Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
+            Teacher.of(signal, batch["teacher_rows"]),
             batch["teachers"],
             [share / count.clamp(min=1) for share, count in zip(shares, batch["counts"], strict=True)],
             objective(self.options.loss),
+            batch["pairs"],
         )
 
     def drafter(self, draft: Any) -> "MedusaDrafter":

@@ -3,52 +3,67 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from foredraft import hookimpl
-from foredraft.contracts.objective import ObjectiveBase
+from foredraft.contracts.objective import Cost, RowObjective, Sums
 from foredraft.loss import CrossEntropy
 
+# Below it α is not told from nothing, and its logarithm is flat.
+LEAST = 1e-12
 
-class ForwardKL(CrossEntropy):
+
+class ForwardKL(RowObjective):
     """KL(p ‖ q): cross-entropy less the teacher's entropy; the same gradient, and 0 at best."""
 
     name = "kl"
     summary = "KL divergence from the teacher"
 
-    def loss(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
-        """See `ObjectiveBase`."""
-        return (torch.xlogy(p_NW, p_NW) - p_NW * log_q_NW).sum(-1)
+    def of(self, sums: Sums) -> Cost:
+        """See `RowObjective`."""
+        return Cost(sums.cross_entropy_N - sums.entropy_N, torch.ones_like(sums.cross_entropy_N))
 
 
-class TotalVariation(ObjectiveBase):
+class TotalVariation(RowObjective):
     """½ Σ |p - q| over the target's whole vocabulary, which is 1 - α: the chance that speculative sampling rejects."""
 
     name = "tv"
     summary = "total variation: the chance of a rejection"
 
-    def loss(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
-        """See `ObjectiveBase`."""
-        return 1 - acceptance(log_q_NW, p_NW, mass_N)
+    def of(self, sums: Sums) -> Cost:
+        """See `RowObjective`."""
+        return Cost(1 - sums.acceptance_N, by_acceptance_N=-torch.ones_like(sums.acceptance_N))
 
 
-class NegativeLogAcceptance(ObjectiveBase):
-    """-log α, α = Σ min(p, q) the chance that speculative sampling accepts."""
+class NegativeLogAcceptance(RowObjective):
+    """-log α, α the chance that speculative sampling accepts (LK-α of arXiv:2602.23881)."""
 
     name = "nla"
     summary = "negative logarithm of the chance of acceptance"
 
-    def loss(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
-        """See `ObjectiveBase`."""
-        return -acceptance(log_q_NW, p_NW, mass_N).clamp(min=1e-12).log()
+    def of(self, sums: Sums) -> Cost:
+        """See `RowObjective`."""
+        alpha_N = sums.acceptance_N.clamp(min=LEAST)
+        return Cost(-alpha_N.log(), by_acceptance_N=(sums.acceptance_N > LEAST) / -alpha_N)
 
 
-def acceptance(log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
-    """α of each row, [N]."""
-    return torch.minimum(p_NW * mass_N[:, None], log_q_NW.exp()).sum(-1)
+class LikelihoodAndKL(RowObjective):
+    """λ KL(p ‖ q) + (1 - λ)(1 - α), λ = exp(-3 α) of each row, a constant to the gradient (LK-λ of arXiv:2602.23881, its η and scale).
+
+    KL starts a draft that accepts nothing, total variation finishes one that accepts a lot. α is that of all objectives here: over
+    the target's whole vocabulary, of which the draft's holds a part; the paper's code has it over the draft's vocabulary alone.
+    """
+
+    name = "lk"
+    summary = "KL divergence while little is accepted, total variation as more is"
+
+    def of(self, sums: Sums) -> Cost:
+        """See `RowObjective`."""
+        share_N = (-3 * sums.acceptance_N.detach()).exp()
+        loss_N = share_N * (sums.cross_entropy_N - sums.entropy_N) + (1 - share_N) * (1 - sums.acceptance_N)
+        return Cost(loss_N, share_N, share_N - 1)
 
 
 @hookimpl
 def foredraft_objectives() -> list[type[Any]]:
     """The objectives of this file, and core's."""
-    return [CrossEntropy, ForwardKL, TotalVariation, NegativeLogAcceptance]
+    return [CrossEntropy, ForwardKL, TotalVariation, NegativeLogAcceptance, LikelihoodAndKL]

@@ -137,10 +137,11 @@ class PEagle(AlgorithmBase):
         return chunked(
             draft,
             [states_ND[query] for query in batch["queries"]],
-            Teacher.of(signal, batch["teacher_rows"], draft.draft_ids),
+            Teacher.of(signal, batch["teacher_rows"]),
             batch["teachers"],
             [share] * len(batch["queries"]),
             objective(self.options.loss),
+            batch["pairs"],
         )
 
     def states(self, draft: DraftModel, batch: Batch, aux_BSA: Tensor) -> Tensor:

@@ -305,7 +305,7 @@ class TestTarget:
         draft = auto_draft(model.config)
         batch = tiny_batch(draft.algorithm, tiny_rows([["uaaaaaa"]]))
         signal = Target(model, draft.config.aux_layers).capture(batch)
-        assert_close(signal.head(signal.hidden_BST, None), model(batch["input_ids"]).logits, rtol=1e-4, atol=1e-4)
+        assert_close(signal.head(signal.hidden_BST), model(batch["input_ids"]).logits, rtol=1e-4, atol=1e-4)
 
 
 class TestTold:

@@ -1,5 +1,6 @@
 """The fused loss against the plain one it stands for: loss, gradients, metrics, in chunks of every size."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from foredraft.contracts.algorithm import Step
-from foredraft.loss import Labels, Teacher, chunked, objective, reference
+from foredraft.loss import Labels, Taught, Teacher, chunked, objective, reference
 from foredraft.loss.readable import METRICS
 from foredraft.registry import default_registry
 
@@ -23,9 +24,10 @@ TEACHERS = 9
 class TopTeacher(Teacher):
     """HASS's: three of its tokens, not normalised anew."""
 
-    def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
-        p_NW = super().probabilities(rows_N, draft_ids_W)
-        return p_NW * (p_NW >= p_NW.topk(3).values[:, -1:])
+    def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
+        taught = super().at(rows, draft_ids_W)
+        assert taught.p_RW is not None
+        return replace(taught, p_RW=taught.p_RW * (taught.p_RW >= taught.p_RW.topk(3).values[:, -1:]))
 
 
 def make_draft(norm_output: bool, draft_vocab_size: int | None = 20) -> Any:
@@ -53,7 +55,7 @@ def problem(
     assert named.all() == (not draft.config.has_reduced_vocabulary)
     return {
         "states": [torch.randn(n, 32, dtype=dtype, requires_grad=True) for n in sizes],
-        "teacher": teacher(logits_RV[:, draft.draft_ids], top_R, logits_RV.logsumexp(-1)),
+        "teacher": teacher(logits_RV, torch.clone),
         "teacher_rows": [torch.randint(TEACHERS, (n,)) for n in sizes],
         "weights": [torch.rand(n) for n in sizes],
         "objective": objective(loss),
@@ -185,7 +187,9 @@ def test_labels_as_the_teacher() -> None:
         torch.manual_seed(1)
         head, states = torch.nn.Linear(6, 4), torch.randn(5, 6, requires_grad=True)
         teacher = Labels(labels)
-        draft: Any = SimpleNamespace(compute_logits=head, draft_ids=draft_ids, head_parameters=lambda head=head: list(head.parameters()))
+        draft: Any = SimpleNamespace(
+            compute_logits=head, draft_ids=draft_ids, head_parameters=lambda head=head: list(head.parameters()), head_parts=lambda: None
+        )
         step = (chunked if loss == "fused" else reference)(draft, [states], teacher, [rows], [weights])
         step.loss.backward()
         results.append([step.loss, states.grad, head.weight.grad, *step.metrics.values()])

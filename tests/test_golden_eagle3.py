@@ -47,12 +47,18 @@ class Golden(Recorded):
         return self.draft.algorithm.unroll(self.draft, batch, aux_BSA)
 
     @cached_property
-    def teacher(self) -> Teacher:
+    def teacher_logits(self) -> Tensor:
+        """Over the target's vocabulary, [R, V]."""
         logits_RV = self.tensors["inputs.target_hidden"].flatten(0, 1) @ self.tensors["inputs.target_head"].T
-        logits_RW = logits_RV[:, self.draft.draft_ids]
-        # speculators has no filter on the draft vocabulary: its teacher's top token is always one of it.
-        top_R = self.draft.draft_ids[logits_RW.argmax(-1)] if self.name.startswith("speculators") else logits_RV.argmax(-1)
-        return Teacher(logits_RW, top_R, logits_RV.logsumexp(-1))
+        if not self.name.startswith("speculators"):
+            return logits_RV
+        # It has no filter on the draft vocabulary: its teacher's top token is always one of it.
+        known_V = torch.isin(torch.arange(logits_RV.shape[1]), self.draft.draft_ids)
+        return logits_RV.masked_fill(~known_V, float("-inf"))
+
+    @cached_property
+    def teacher(self) -> Teacher:
+        return Teacher(self.teacher_logits, torch.clone)
 
     def slots(self, step: int) -> Tensor:
         """The slots whose token exists at `step`; the teacher's row of slot n is n + step."""
@@ -64,7 +70,7 @@ class Golden(Recorded):
         slots = self.slots(step)
         mask_N = self.tensors["inputs.loss_mask"].flatten()[slots + step].float()
         if self.name.startswith("nemo"):
-            nameable_N = torch.isin(self.teacher.top_R[slots + step], self.draft.draft_ids)
+            nameable_N = torch.isin(self.teacher_logits.argmax(-1)[slots + step], self.draft.draft_ids)
             weights_N = mask_N / (mask_N * nameable_N).sum()
         elif self.name.startswith("specforge"):
             weights_N = mask_N / self.tensors["inputs.loss_mask"].numel()
@@ -73,7 +79,7 @@ class Golden(Recorded):
         states = [self.states[step].flatten(0, 1)[slots]]
         loss = reference(self.draft, states, self.teacher, [slots + step], [weights_N]).loss
         if self.name.startswith("speculators"):
-            log_p_NW = self.teacher.logits_RW[slots + step].log_softmax(-1)
+            log_p_NW = self.teacher_logits[slots + step][:, self.draft.draft_ids].log_softmax(-1)
             loss = loss + (weights_N[:, None] * log_p_NW.exp() * log_p_NW).sum()  # KL = CE - entropy
         return loss
 
@@ -110,9 +116,9 @@ def test_states_and_logits(golden: Golden, step: int) -> None:
 
 def test_teacher(golden: Golden) -> None:
     if "targets" in golden.tensors:  # speculators: over the draft vocabulary
-        assert_close(golden.teacher.logits_RW, golden.tensors["targets"][0], rtol=1e-5, atol=1e-5)
+        assert_close(golden.teacher_logits[:, golden.draft.draft_ids], golden.tensors["targets"][0], rtol=1e-5, atol=1e-5)
     else:
-        assert_close(golden.teacher.logsumexp_R, golden.tensors["target_logits"].logsumexp(-1).flatten(), rtol=1e-6, atol=1e-6)
+        assert_close(golden.teacher_logits, golden.tensors["target_logits"].flatten(0, 1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("step", range(STEPS))

@@ -66,12 +66,14 @@ class Golden(Recorded):
         return [(depths == d).nonzero()[:, 0] for d in range(DEPTHS)]
 
     @cached_property
-    def teacher(self) -> Teacher:
+    def teacher_logits(self) -> Tensor:
+        """Over the target's vocabulary, [R, V]."""
         logits_RV = self.tensors["inputs.target_hidden"].flatten(0, 1) @ self.tensors["inputs.target_head"].T
-        logits_RW = logits_RV[:, self.draft.draft_ids]
+        if self.name == "specforge":
+            return logits_RV
         # Only SpecForge filters by the draft vocabulary; to the others the teacher's top token is always one of it.
-        top_R = logits_RV.argmax(-1) if self.name == "specforge" else self.draft.draft_ids[logits_RW.argmax(-1)]
-        return Teacher(logits_RW, top_R, logits_RV.logsumexp(-1))
+        known_V = torch.isin(torch.arange(logits_RV.shape[1]), self.draft.draft_ids)
+        return logits_RV.masked_fill(~known_V, float("-inf"))
 
     @cached_property
     def loss(self) -> Tensor:
@@ -83,15 +85,17 @@ class Golden(Recorded):
         rows = [flat_R[teachers] for teachers in self.batch["teachers"]]
         masks = [self.tensors["inputs.loss_mask"].flatten()[r].float() for r in rows]
         if self.name == "specforge":
-            total = sum((m * torch.isin(self.teacher.top_R[r], self.draft.draft_ids)).sum() for m, r in zip(masks, rows, strict=True))
+            total = sum(
+                (m * torch.isin(self.teacher_logits.argmax(-1)[r], self.draft.draft_ids)).sum() for m, r in zip(masks, rows, strict=True)
+            )
         else:
             total = sum(m.sum() for m in masks) + (1e-5 if self.name == "speculators" else 0)
         weights = [m / total for m in masks]
-        loss = reference(self.draft, self.states, self.teacher, rows, weights).loss
+        loss = reference(self.draft, self.states, Teacher(self.teacher_logits, torch.clone), rows, weights).loss
         if self.name == "specforge":
             return loss
         for weights_N, rows_N in zip(weights, rows, strict=True):
-            log_p_NW = self.teacher.logits_RW[rows_N].log_softmax(-1)
+            log_p_NW = self.teacher_logits[rows_N][:, self.draft.draft_ids].log_softmax(-1)
             loss = loss + (weights_N[:, None] * log_p_NW.exp() * log_p_NW).sum()  # KL = CE - entropy
         return loss
 

@@ -341,9 +341,9 @@ def test_broken_algorithms(case: str) -> None:
 class Likely(Teacher):
     """The target's five likeliest tokens."""
 
-    def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
-        p_NW = super().probabilities(rows_N, draft_ids_W)
-        return p_NW * (p_NW >= p_NW.topk(5).values[:, -1:])
+    def at(self, rows: Any, draft_ids_W: Tensor) -> Any:
+        taught = super().at(rows, draft_ids_W)
+        return replace(taught, p_RW=taught.p_RW * (taught.p_RW >= taught.p_RW.topk(5).values[:, -1:]))
 
 
 class LearnsTheLikely(Short):
@@ -351,7 +351,7 @@ class LearnsTheLikely(Short):
 
     def loss(self, draft: Any, batch: Any, signal: Any) -> Step:
         states = [s.flatten(0, 1)[query] for s, query in zip(self.unroll(draft, batch, signal.aux_BSA), batch["queries"], strict=True)]
-        teacher = Likely.of(signal, batch["teacher_rows"], draft.draft_ids)
+        teacher = Likely.of(signal, batch["teacher_rows"])
         return chunked(draft, states, teacher, batch["teachers"], [0.5 / count.clamp(min=1) for count in batch["counts"]])
 
 
@@ -359,7 +359,7 @@ def test_what_training_learns_from_may_be_told() -> None:
     check, case = AlgorithmTests().test_training_is_decoding, Case.of(LearnsTheLikely)
     with pytest.raises(AssertionError, match=r"against the target and .* against the text: .*say so by the fixture `supervisors`"):
         check(case, SUPERVISORS, None)
-    check(case, {"the likely": lambda signal, ids_L, draft_ids_W: Likely.of(signal, torch.arange(len(ids_L)), draft_ids_W)}, None)
+    check(case, {"the likely": lambda signal, ids_L, draft_ids_W: Likely.of(signal, torch.arange(len(ids_L)))}, None)
 
 
 class Counts(DrafterBase):

@@ -7,8 +7,9 @@ from .engine import Config, EngineBase
 from .finding import Finding
 from .format import FormatBase
 from .hookspecs import hookimpl
-from .objective import ObjectiveBase
+from .objective import Cost, ObjectiveBase, RowObjective, Sums
 from .options import Frozen
+from .pairs import Pairs, pairs_by_teacher
 from .signal import Signal
 from .spec import DraftSpec
 
@@ -17,6 +18,7 @@ __all__ = [
     "Batch",
     "Choose",
     "Config",
+    "Cost",
     "DraftConfigMixin",
     "DraftModel",
     "DraftSpec",
@@ -29,11 +31,15 @@ __all__ = [
     "KeyValueCache",
     "Layout",
     "ObjectiveBase",
+    "Pairs",
     "Pattern",
     "Plan",
+    "RowObjective",
     "Signal",
     "Step",
+    "Sums",
     "Wiring",
     "hookimpl",
+    "pairs_by_teacher",
     "tokens_to_draft",
 ]

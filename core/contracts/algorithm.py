@@ -14,6 +14,7 @@ from .draft import Batch, DraftModel, Wiring
 from .engine import Files
 from .finding import Finding
 from .options import Frozen
+from .pairs import pairs_by_teacher
 from .plugin import Plugin
 from .signal import Signal
 from .spec import DraftSpec
@@ -37,13 +38,15 @@ class Plan:
     def taught(cls, queries: Sequence[Tensor], positions: Sequence[Tensor], **added: Any) -> Plan:
         """These rows, taught by those: the draft states `queries[k]` [N_k] at step k, by the target at `positions[k]` [N_k] of [B·S].
 
-        Adds `queries`, and `teachers`: for each of them its row among the R distinct `teacher_rows`.
+        Adds `queries`, `teachers`: for each of them its row among the R distinct `teacher_rows`, and `pairs`: in which order the loss
+        visits them.
         """
         import torch
 
         counts = [len(query) for query in queries]
         teacher_rows, inverse = torch.cat(list(positions)).unique(return_inverse=True)
-        return cls(torch.tensor(counts), teacher_rows, {"queries": list(queries), "teachers": list(inverse.split(counts)), **added})
+        paired = {"queries": list(queries), "teachers": list(inverse.split(counts)), "pairs": pairs_by_teacher([inverse])}
+        return cls(torch.tensor(counts), teacher_rows, {**paired, **added})
 
     def joined(self, batch: Batch) -> dict[str, Any]:
         """The batch with the plan."""

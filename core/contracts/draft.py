@@ -8,7 +8,7 @@ Layer ids are indices into HF `hidden_states`: 0 is the embedding output, i the 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -136,6 +136,10 @@ class DraftModel(Plugin):
     @abstractmethod
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [B, Q, W]."""
+
+    def head_parts(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear] | None:
+        """`compute_logits` as what is done to a state and the matrix behind it; None if it is anything else, which trains slower."""
+        return None
 
     @classmethod
     @abstractmethod

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from .plugin import Plugin
 
@@ -30,3 +31,75 @@ class ObjectiveBase(Plugin):
             loss_N = self.loss(log_q_NW, p_NW, mass_N)
             (gradient_NW,) = torch.autograd.grad((weight_N * loss_N).sum(), log_q_NW)
         return loss_N.detach(), gradient_NW
+
+
+class Sums(Protocol):
+    """What `RowObjective`s read of N rows, float32 [N] each."""
+
+    @property
+    def cross_entropy_N(self) -> Tensor:
+        """-Σ p log q."""
+        ...
+
+    @property
+    def entropy_N(self) -> Tensor:
+        """-Σ p log p, of what is taught; worked out if it is asked for."""
+        ...
+
+    @property
+    def acceptance_N(self) -> Tensor:
+        """α = Σ min(p · mass, q): the chance that speculative sampling accepts, over the target's whole vocabulary."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A loss of N rows, [N], and its derivatives, [N] each; None where it does not depend on the one or the other."""
+
+    loss_N: Tensor
+    by_cross_entropy_N: Tensor | None = None
+    by_acceptance_N: Tensor | None = None
+
+
+class RowObjective(ObjectiveBase):
+    """A loss that is a function of each row's cross-entropy and acceptance.
+
+    Its gradient is known in closed form, so that it needs no tensor [N, W] but the logits, in whose place it is written; on CUDA
+    by a kernel. A subclass that overrides `loss` is differentiated as any other objective.
+    """
+
+    @abstractmethod
+    def of(self, sums: Sums) -> Cost:
+        """Loss and derivatives. What is written as a constant (`detach`) must be one in the derivatives, too."""
+
+    @classmethod
+    def by_rows(cls, objective: ObjectiveBase) -> TypeGuard[RowObjective]:
+        """Whether the objective is all that its `of` says."""
+        return isinstance(objective, cls) and type(objective).loss is RowObjective.loss
+
+    def loss(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
+        """See `ObjectiveBase`."""
+        return self.of(_Spelt(log_q_NW, p_NW, mass_N)).loss_N
+
+
+@dataclass(frozen=True)
+class _Spelt:
+    """The sums as they are defined, for autograd to differentiate."""
+
+    log_q_NW: Tensor
+    p_NW: Tensor
+    mass_N: Tensor
+
+    @property
+    def cross_entropy_N(self) -> Tensor:
+        return -(self.p_NW * self.log_q_NW).sum(-1)
+
+    @property
+    def entropy_N(self) -> Tensor:
+        return -self.p_NW.xlogy(self.p_NW).sum(-1)
+
+    @property
+    def acceptance_N(self) -> Tensor:
+        import torch
+
+        return torch.minimum(self.p_NW * self.mass_N[:, None], self.log_q_NW.exp()).sum(-1)

@@ -120,9 +120,8 @@ class Bench:
         check_pair(target, draft)
         count = target.config.get_text_config().num_hidden_layers
         collate, reader = DraftCollator(self.algorithm), Target(target, tuple(range(1, count)))
-        none = torch.empty(0, dtype=torch.long, device=target.device)
         whole = [collate([_row(ids, length, len(ids), len(ids), i)]) for i, (ids, length) in enumerate(texts)]
-        read = [reader.capture({**_to(batch, target.device), "teacher_rows": none}) for batch in whole]
+        read = [reader.capture(_to(batch, target.device)) for batch in whole]
         steps, limit = len(whole[0]["counts"]), draft.algorithm.max_tokens
         self.steps = steps if recorded or limit else min(steps, KNOWN)
         self._aux = [list(signal.aux_BSA.chunk(count - 1, dim=-1)) for signal in read]
@@ -139,7 +138,7 @@ class Bench:
             longest = max(end for _, _, end in group)
             batch = collate([_row(texts[number][0], start, end, longest, i) for i, (number, start, end) in enumerate(group)])
             hidden_BST = torch.cat([_padded(read[number].hidden_BST, longest) for number, _, _ in group])
-            signal = reader.signal(hidden_BST[..., :0], hidden_BST, batch["teacher_rows"].to(target.device))
+            signal = Signal(hidden_BST[..., :0], hidden_BST, reader.head)
             self._samples.append(_Sample(_to(batch, target.device), [number for number, _, _ in group], signal))
 
     @torch.no_grad()
@@ -189,6 +188,6 @@ def _padded(states_1SD: Tensor, length: int) -> Tensor:
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {name: _to(v, device) for name, v in value.items()}
-    if isinstance(value, list):
-        return [_to(v, device) for v in value]
+    if isinstance(value, list | tuple):
+        return type(value)(_to(v, device) for v in value)
     return value.to(device) if isinstance(value, Tensor) else value

@@ -1,6 +1,7 @@
 """`BaseDraft`: a draft model of any family; an adapter adds its norm, MLP, rotary embedding and attention geometry."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -93,6 +94,11 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         """The trained parameters that `compute_logits` reads."""
         modules = [*self.algorithm.wiring.head_modules(self), self.lm_head]
         return [p for module in modules for p in module.parameters() if p.requires_grad]
+
+    def head_parts(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear] | None:
+        """The wiring's `head_input` and `lm_head`, unless a subclass computes logits otherwise or the head was replaced (LoRA, say)."""
+        ours = type(self).compute_logits is BaseDraft.compute_logits and type(self.lm_head) is nn.Linear
+        return (partial(self.algorithm.wiring.head_input, self), self.lm_head) if ours else None
 
     @classmethod
     def aux_layers(cls, target_config: PretrainedConfig, count: int) -> tuple[int, ...]:

@@ -1,20 +1,21 @@
 """The loss of all drafting steps: teachers, objectives, and one call, in chunks (training uses it) and readable."""
 
-from .chunks import CHUNK, chunked
+from .chunks import chunked, rows_at_once
 from .objectives import CrossEntropy, Loss, objective
 from .readable import estimated_tau, reference, step_weights
-from .teachers import Labels, Supervisor, Teacher
+from .teachers import Labels, Supervisor, Taught, Teacher
 
 __all__ = [
-    "CHUNK",
     "CrossEntropy",
     "Labels",
     "Loss",
     "Supervisor",
+    "Taught",
     "Teacher",
     "chunked",
     "estimated_tau",
     "objective",
     "reference",
+    "rows_at_once",
     "step_weights",
 ]

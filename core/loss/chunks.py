@@ -1,6 +1,6 @@
-"""`reference` in chunks: a chunk's logits become loss, gradient and metrics, and are dropped."""
+"""`reference` in chunks: a chunk's logits become loss, metrics and, in their own place, gradient, and are dropped."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,27 @@ from torch import Tensor
 from ..contracts.algorithm import Step
 from ..contracts.draft import DraftModel
 from ..contracts.objective import ObjectiveBase
+from ..contracts.pairs import UNIT, Pairs, pairs_by_teacher
+from .head import head_of
 from .objectives import CrossEntropy
 from .readable import METRICS
+from .rows import Against, differentiate
 from .teachers import Supervisor
 
-# Rows of draft logits alive at a time: small enough for a CPU's cache, large enough for its matrix units.
+# Rows of draft logits alive at a time on the CPU: enough for its matrix units.
 CHUNK = 256
+# Teacher rows over the draft's vocabulary alive at a time, in units, on the CPU and elsewhere.
+TEACHERS, TEACHERS_ELSEWHERE = 2, 8
+# Bytes of draft logits alive at a time elsewhere, were they float32.
+BUDGET = 2**30
 
 
+def rows_at_once(width: int, device: torch.device) -> int:
+    """How many rows of draft logits over `width` tokens are alive at a time."""
+    return CHUNK if device.type == "cpu" else min(max(BUDGET // (4 * width), 512), 8192) // 128 * 128
+
+
+@torch.compiler.disable
 def chunked(
     draft: DraftModel,
     states: Sequence[Tensor],
@@ -25,78 +38,86 @@ def chunked(
     rows: Sequence[Tensor],
     weights: Sequence[Tensor],
     objective: ObjectiveBase = CrossEntropy(),
+    pairs: Pairs | None = None,
 ) -> Step:
     """As `reference`, with the same loss, gradients and metrics up to rounding, whatever the teacher's distribution sums to.
 
-    The gradient is formed in the forward pass, where the logits are: draft logits live one chunk at a time.
+    Teacher rows are visited a block at a time, and with them all draft rows that they teach, so that the target's vocabulary is
+    passed once and no tensor is as long as all rows and as wide as a vocabulary. `pairs` is the plan's order of these visits
+    (`batch["pairs"]`, of `Plan.taught`); without it the order is made here, which on an accelerator waits for it. The gradient is
+    formed in the forward pass, where the logits are, and may be taken once.
     """
-    parameters, ids_W = draft.head_parameters() if torch.is_grad_enabled() else (), draft.draft_ids
-    index_R = torch.searchsorted(ids_W, teacher.top_R).clamp(max=len(ids_W) - 1)
-    nameable_R = ids_W[index_R] == teacher.top_R
-    scored = _Scored(draft, teacher, objective, ids_W, torch.where(nameable_R, index_R, -1), [len(s) for s in states])
-    weights_N = torch.cat([w * nameable_R[row] for w, row in zip(weights, rows, strict=True)])
-    loss, *sums = _Chunked.apply(scored, torch.cat(list(states)), torch.cat(list(rows)), weights_N, *parameters)
-    return Step(loss, dict(zip(METRICS, sums, strict=True)))
+    states, parameters = list(states), draft.head_parameters() if torch.is_grad_enabled() else []
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*states, *parameters))
+    weights_N = torch.cat([torch.ones_like(row, dtype=torch.float32) * weight for row, weight in zip(rows, weights, strict=True)])
+    pairs = pairs or (pairs_by_teacher(rows) if teacher.costly else None)
+    problem = _Problem(draft, teacher, objective, pairs, torch.cat(list(rows)), weights_N, parameters, wanted)
+    loss, metrics_3N = _Chunked.apply(problem, *states, *parameters)
+    sums = [part_3N.sum(1) for part_3N in metrics_3N.split([len(row) for row in rows], dim=1)]
+    counts = [torch.full_like(loss, len(row), requires_grad=False) for row in rows]
+    return Step(loss, dict(zip(METRICS, (torch.stack(counts), *torch.stack(sums, dim=1)), strict=True)))
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """What does not change from chunk to chunk."""
+class _Problem:
+    """All but the states, and how it is cut."""
 
     draft: DraftModel
     teacher: Supervisor
     objective: ObjectiveBase
-    draft_ids_W: Tensor
-    top_R: Tensor
-    """Draft id of the teacher's top token, -1 where the draft cannot name it."""
-    sizes: list[int]
+    pairs: Pairs | None
+    rows_N: Tensor
+    weights_N: Tensor
+    parameters: list[Tensor]
+    wanted: bool
+
+    def blocks(self, most: int) -> Iterator[tuple[slice, Tensor]]:
+        """Teacher rows, and the pairs [n] that they teach: `most`, unless those of a single unit are more."""
+        device = self.rows_N.device
+        if self.pairs is None:
+            yield slice(0, None), torch.arange(len(self.rows_N), device=device)
+            return
+        order_N, marks = self.pairs[0].to(device), self.pairs[1]
+        limit, start = TEACHERS if device.type == "cpu" else TEACHERS_ELSEWHERE, 0
+        while start < len(marks) - 1:
+            end = start + 1
+            while end < len(marks) - 1 and end - start < limit and marks[end + 1] - marks[start] <= most:
+                end += 1
+            if marks[end] > marks[start]:
+                yield slice(start * UNIT, end * UNIT), order_N[marks[start] : marks[end]]
+            start = end
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scored: _Scored, states_ND: Tensor, rows_N: Tensor, weights_N: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        wanted = any(ctx.needs_input_grad)
-        d_states_ND = torch.zeros_like(states_ND) if wanted else None
-        d_parameters = [torch.zeros_like(p) for p in parameters]
+    def forward(ctx: Any, problem: _Problem, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        states = inputs[: len(inputs) - len(problem.parameters)]
+        ids_W, head = problem.draft.draft_ids, head_of(problem.draft, problem.parameters, problem.wanted)
+        # A chunk's states, once read, give way to their gradient.
+        states_ND = torch.cat(states)
         loss = states_ND.new_zeros((), dtype=torch.float32)
-        sums = loss.new_zeros(len(METRICS), len(scored.sizes))
-        start = 0
-        for step, size in enumerate(scored.sizes):
-            for at in range(start, start + size, CHUNK):
-                part = slice(at, min(at + CHUNK, start + size))
-                with torch.set_grad_enabled(wanted):
-                    state_ND = states_ND[part].detach().requires_grad_(wanted)
-                    logits_NW = scored.draft.compute_logits(state_ND)
-                rows, weight_N = rows_N[part], weights_N[part].float()
-                taught = scored.teacher.probabilities(rows, scored.draft_ids_W), scored.teacher.mass(rows)
-                log_q_NW = logits_NW.detach().float().log_softmax(-1)
-                with torch.autocast(log_q_NW.device.type, enabled=False):  # a product in bfloat16 would round the loss
-                    if wanted:
-                        loss_N, d_log_q_NW = scored.objective.differentiated(log_q_NW, *taught, weight_N)
-                    else:
-                        loss_N = scored.objective.loss(log_q_NW, *taught)
-                    loss += (weight_N * loss_N).sum()
-                    sums[:, step] += _metrics(log_q_NW, *taught, scored.top_R[rows])
-                if wanted:
-                    # Of log softmax: d logits = d log q - q Σ d log q.
-                    d_logits_NW = log_q_NW.exp_().mul_(-d_log_q_NW.sum(-1, keepdim=True)).add_(d_log_q_NW)
-                    d_state, *d_chunk = torch.autograd.grad(logits_NW, [state_ND, *parameters], d_logits_NW.to(logits_NW.dtype))
-                    d_states_ND[part] = d_state  # type: ignore[index]
-                    for total, d in zip(d_parameters, d_chunk, strict=True):
-                        total += d
-            start += size
-        ctx.save_for_backward(d_states_ND, *d_parameters)
-        ctx.mark_non_differentiable(*(metrics := sums.unbind()))
-        return loss, *metrics
+        metrics_3N = loss.new_zeros(3, len(states_ND))
+        most = rows_at_once(len(ids_W), states_ND.device)
+        for teachers, block_N in problem.blocks(most):
+            taught = problem.teacher.at(teachers, ids_W)
+            for at_N in block_N.split(most):
+                rows_N = problem.rows_N[at_N] - teachers.start
+                weight_N = problem.weights_N[at_N] * (taught.top_R[rows_N] >= 0)
+                logits_NW = head.logits(states_ND.index_select(0, at_N))
+                found = differentiate(logits_NW, Against(taught, rows_N, weight_N, problem.objective), problem.wanted)
+                loss += (weight_N * found.loss_N).sum()
+                metrics_3N.index_copy_(1, at_N, torch.stack(found[1:]))
+                if problem.wanted:
+                    states_ND.index_copy_(0, at_N, head.back(logits_NW).to(states_ND.dtype))
+        ctx.sizes, ctx.gradients = [len(s) for s in states], (states_ND, *head.gradients) if problem.wanted else None
+        ctx.dtypes = [p.dtype for p in problem.parameters]
+        ctx.mark_non_differentiable(metrics_3N)
+        return loss, metrics_3N
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        d_states_ND, *d_parameters = ctx.saved_tensors
-        return None, d_states_ND * grad, None, None, *(d * grad for d in d_parameters)
-
-
-def _metrics(log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor, top_N: Tensor) -> Tensor:
-    """The sums that `METRICS` names, of some rows."""
-    cross_entropy_N = -(p_NW * log_q_NW).sum(-1)
-    correct, accepted = (log_q_NW.argmax(-1) == top_N).sum(), torch.minimum(p_NW * mass_N[:, None], log_q_NW.exp()).sum()
-    return torch.stack([torch.full_like(accepted, len(top_N)), correct.to(accepted), accepted, ((top_N >= 0) * cross_entropy_N).sum()])
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradient of this loss has been taken: it was formed with the loss, and is kept once")
+        d_states_ND, *d_parameters = (d.mul_(grad) for d in ctx.gradients)
+        ctx.gradients = None
+        return None, *d_states_ND.split(ctx.sizes), *(d.to(dtype) for d, dtype in zip(d_parameters, ctx.dtypes, strict=True))

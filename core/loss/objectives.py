@@ -7,24 +7,20 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
-from ..contracts.objective import ObjectiveBase
+from ..contracts.objective import Cost, ObjectiveBase, RowObjective, Sums
 from ..errors import ForedraftError
 from ..registry import default_registry
 
 
-class CrossEntropy(ObjectiveBase):
+class CrossEntropy(RowObjective):
     """-Σ p log q. KL divergence is this less the teacher's entropy, a constant: its gradient is the same."""
 
     name = "ce"
     summary = "cross-entropy against the teacher"
 
-    def loss(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
-        """See `ObjectiveBase`."""
-        return -(p_NW * log_q_NW).sum(-1)
-
-    def differentiated(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor]:
-        """See `ObjectiveBase`."""
-        return self.loss(log_q_NW, p_NW, mass_N), -weight_N[:, None] * p_NW
+    def of(self, sums: Sums) -> Cost:
+        """See `RowObjective`."""
+        return Cost(sums.cross_entropy_N, torch.ones_like(sums.cross_entropy_N))
 
 
 class Weighted(ObjectiveBase):
@@ -45,11 +41,31 @@ class Weighted(ObjectiveBase):
         return torch.stack([w * loss_N for w, loss_N, _ in both]).sum(0), sum(w * d_NW for w, _, d_NW in both)  # type: ignore[return-value]
 
 
+class WeightedRows(RowObjective):
+    """A sum of `RowObjective`s, each with a weight: one of them again."""
+
+    name = "weighted_rows"
+
+    def __init__(self, parts: Mapping[RowObjective, float]):
+        self.parts = parts
+
+    def of(self, sums: Sums) -> Cost:
+        """See `RowObjective`."""
+        costs = [(weight, part.of(sums)) for part, weight in self.parts.items()]
+
+        def total(name: str) -> Any:
+            terms = [weight * getattr(cost, name) for weight, cost in costs if getattr(cost, name) is not None]
+            return torch.stack(terms).sum(0) if terms else None
+
+        return Cost(total("loss_N"), total("by_cross_entropy_N"), total("by_acceptance_N"))
+
+
 def objective(asked: str | Mapping[str, float]) -> ObjectiveBase:
     """The installed objective of this name, or the sum of several with weights. Raises `ForedraftError` for unknown names."""
     if isinstance(asked, str):
         return default_registry().objective(asked)()
-    return Weighted({objective(name): weight for name, weight in asked.items()})
+    parts: dict[Any, float] = {objective(name): weight for name, weight in asked.items()}
+    return WeightedRows(parts) if all(map(RowObjective.by_rows, parts)) else Weighted(parts)
 
 
 def _known(asked: Any) -> Any:

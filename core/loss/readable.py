@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..contracts.algorithm import Step
 from ..contracts.objective import ObjectiveBase
+from ..contracts.pairs import Pairs
 from .objectives import CrossEntropy
 from .teachers import Supervisor
 
@@ -38,26 +39,29 @@ def reference(
     rows: Sequence[Tensor],
     weights: Sequence[Tensor],
     objective: ObjectiveBase = CrossEntropy(),
+    pairs: Pairs | None = None,
 ) -> Step:
     """`Σ_k Σ_n weights[k][n] · objective(teacher, draft)`, and the metrics of every step.
 
     Per drafting step k: `states[k]` [N_k, D] draft states, `rows[k]` [N_k] the teacher row each one is held against, `weights[k]`
     [N_k], or one for all, already carrying the step's weight and its denominator. A row whose teacher's top token the draft cannot
-    name has no loss, and counts as a miss. Any reduction is a choice of weights. Metrics (sums over rows, [K]): `count`, `correct` (top
-    tokens agree), `accepted` (Σ min(p, q) over the target's vocabulary: the chance that speculative sampling accepts), `cross_entropy`
-    (unweighted, whatever the objective).
+    name has no loss, and counts as a miss. Any reduction is a choice of weights. Metrics (sums over rows, [K]): `count`, `correct` (no
+    token is likelier to the draft than the teacher's top one), `accepted` (Σ min(p, q) over the target's vocabulary: the chance that
+    speculative sampling accepts), `cross_entropy` (unweighted, whatever the objective).
+    Nothing follows from `pairs`: an order of work.
     """
     total, draft_ids_W = states[0].new_zeros((), dtype=torch.float32), draft.draft_ids
     sums: dict[str, list[Tensor]] = {name: [] for name in METRICS}
     for state_ND, rows_N, weight_N in zip(states, rows, weights, strict=True):
         log_q_NW = draft.compute_logits(state_ND).float().log_softmax(-1)
-        p_NW, mass_N = teacher.probabilities(rows_N, draft_ids_W), teacher.mass(rows_N)
-        top_N = teacher.top_R[rows_N]
-        nameable_N = draft_ids_W[torch.searchsorted(draft_ids_W, top_N).clamp(max=len(draft_ids_W) - 1)] == top_N
+        taught = teacher.at(rows_N, draft_ids_W)
+        p_NW, mass_N, top_N = taught.probabilities(torch.arange(len(rows_N)), len(draft_ids_W)), taught.mass_R, taught.top_R
+        nameable_N = top_N >= 0
         total = total + (weight_N * nameable_N * objective.loss(log_q_NW, p_NW, mass_N)).sum()
         with torch.no_grad():
             sums["count"].append(torch.full_like(total, len(rows_N)))
-            sums["correct"].append((draft_ids_W[log_q_NW.argmax(-1)] == top_N).sum().float())
+            peak_N, own_N = log_q_NW.amax(-1), log_q_NW.gather(1, top_N.clamp(min=0)[:, None])[:, 0]
+            sums["correct"].append((nameable_N & (own_N >= peak_N)).sum().float())
             sums["accepted"].append(torch.minimum(p_NW * mass_N[:, None], log_q_NW.exp()).sum())
             sums["cross_entropy"].append((nameable_N * -(p_NW * log_q_NW).sum(-1)).sum())
     return Step(total, {name: torch.stack(values) for name, values in sums.items()})

@@ -1,65 +1,93 @@
 """What drafts are taught by: the target's word, or the text itself."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ..contracts.signal import Signal
 
+# Rows of full-vocabulary logits alive at a time: float32 and their exponentials.
+CHUNK = {"cpu": 64}
+CHUNK_ELSEWHERE = 256
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What R teacher rows say over the draft's vocabulary."""
+
+    top_R: Tensor
+    """The token a greedy target emits, as a draft id; -1 where the draft cannot name it."""
+    mass_R: Tensor
+    """How much of the whole distribution the draft's vocabulary holds, float32."""
+    p_RW: Tensor | None = None
+    """What the draft is to learn, float32, as a rule summing to one. None: all on `top_R`, and nothing where that is -1."""
+
+    @cached_property
+    def total_R(self) -> Tensor:
+        """Σ p."""
+        return (self.top_R >= 0).float() if self.p_RW is None else self.p_RW.sum(-1)
+
+    @cached_property
+    def entropy_R(self) -> Tensor:
+        """-Σ p log p."""
+        return torch.zeros_like(self.mass_R) if self.p_RW is None else -self.p_RW.xlogy(self.p_RW).sum(-1)
+
+    def probabilities(self, rows_N: Tensor, width: int) -> Tensor:
+        """p at some of the rows, spelt out over the `width` tokens of the draft's vocabulary, float32 [N, W]."""
+        if self.p_RW is not None:
+            return self.p_RW.index_select(0, rows_N)
+        top_N = self.top_R[rows_N]
+        one_NW = torch.zeros(len(top_N), width, device=top_N.device)
+        return one_NW.scatter_(1, top_N.clamp(min=0)[:, None], (top_N >= 0).float()[:, None])
+
 
 class Supervisor(Protocol):
     """What R rows of draft states are held against; a row may serve several drafting steps."""
 
-    @property
-    def top_R(self) -> Tensor:
-        """The token a greedy target emits, as a target id."""
-        ...
+    costly: ClassVar[bool]
+    """Whether to ask is a pass over the target's vocabulary: then rows are asked for once each, a block at a time."""
 
-    def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
-        """What the draft is to learn over its vocabulary, at some of the rows; float32 [N, W], as a rule summing to one."""
-        ...
-
-    def mass(self, rows_N: Tensor) -> Tensor:
-        """How much of the whole distribution the draft's vocabulary holds, [N]."""
+    def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
+        """What some of the rows teach a draft of this vocabulary (target ids, ascending)."""
         ...
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's word on R rows."""
+    """The target's word on R rows. A subclass that teaches otherwise changes what `at` gives back."""
 
-    logits_RW: Tensor
-    """Its logits over the draft vocabulary, float32."""
-    top_R: Tensor
-    """Its most likely token, as a target id."""
-    logsumexp_R: Tensor
-    """Its normaliser over the full vocabulary."""
+    hidden_RT: Tensor
+    """The target's states after its final norm."""
+    head: Callable[[Tensor], Tensor]
+    """Its logits [N, V] of some of them, float32."""
+
+    costly: ClassVar[bool] = True
 
     @classmethod
-    @torch.no_grad()
-    def of(cls, signal: Signal, rows_R: Tensor, draft_ids_W: Tensor) -> "Teacher":
+    def of(cls, signal: Signal, rows_R: Tensor) -> Self:
         """The teacher at `rows_R`, the plan's `teacher_rows` (indices into the flattened [B·S])."""
-        hidden_RT = signal.hidden_BST.flatten(0, 1)[rows_R]
-        return cls(signal.head(hidden_RT, draft_ids_W), signal.top_R, signal.logsumexp_R)
+        return cls(signal.hidden_BST.flatten(0, 1)[rows_R], signal.head)
 
-    def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
-        """See `Supervisor`; the softmax is taken once for all R rows."""
-        return self._softmax_RW[rows_N]
+    @torch.no_grad()
+    def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
+        """See `Supervisor`: one pass over the whole vocabulary, of which the draft's columns are kept."""
+        hidden_NT = self.hidden_RT[rows]
+        parts = [self._at(part_NT, draft_ids_W) for part_NT in hidden_NT.split(CHUNK.get(hidden_NT.device.type, CHUNK_ELSEWHERE))]
+        return Taught(*map(torch.cat, zip(*parts, strict=True)))
 
-    def mass(self, rows_N: Tensor) -> Tensor:
-        """See `Supervisor`."""
-        return self._mass_R[rows_N]
-
-    @cached_property
-    def _softmax_RW(self) -> Tensor:
-        return self.logits_RW.softmax(-1)
-
-    @cached_property
-    def _mass_R(self) -> Tensor:
-        return (self.logits_RW.logsumexp(-1) - self.logsumexp_R).exp()
+    def _at(self, hidden_NT: Tensor, draft_ids_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_NV = self.head(hidden_NT)
+        top_N, whole = logits_NV.argmax(-1), len(draft_ids_W) == logits_NV.shape[-1]
+        if whole:
+            return top_N, torch.ones_like(logits_NV[:, 0]), logits_NV.softmax(-1)
+        logits_NW = logits_NV.index_select(1, draft_ids_W)
+        normaliser_N = logits_NW.logsumexp(-1)
+        mass_N = (normaliser_N - logits_NV.logsumexp(-1)).exp()
+        return draft_index(top_N, draft_ids_W), mass_N, logits_NW.sub_(normaliser_N[:, None]).exp_()
 
 
 @dataclass(frozen=True)
@@ -69,10 +97,15 @@ class Labels:
     top_R: Tensor
     """The token, as a target id."""
 
-    def probabilities(self, rows_N: Tensor, draft_ids_W: Tensor) -> Tensor:
-        """See `Supervisor`; zero where the draft cannot name the token."""
-        return (draft_ids_W == self.top_R[rows_N, None]).float()
+    costly: ClassVar[bool] = False
 
-    def mass(self, rows_N: Tensor) -> Tensor:
+    def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
         """See `Supervisor`."""
-        return torch.ones_like(rows_N, dtype=torch.float32)
+        top_N = draft_index(self.top_R[rows], draft_ids_W)
+        return Taught(top_N, torch.ones_like(top_N, dtype=torch.float32))
+
+
+def draft_index(ids_N: Tensor, draft_ids_W: Tensor) -> Tensor:
+    """The draft ids of target ids; -1 for those that the draft cannot name."""
+    index_N = torch.searchsorted(draft_ids_W, ids_N).clamp(max=len(draft_ids_W) - 1)
+    return torch.where(draft_ids_W[index_N] == ids_N, index_N, -1)

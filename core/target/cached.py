@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,20 +17,20 @@ from ..errors import ForedraftError
 from .pairing import describe_target
 from .target import Target
 
-NAMES = {"aux": ("aux",), "final": ("hidden", "top", "logsumexp")}
-"""The tensors of a file by what is needed: aux states [S, A]; hidden states [S, T], the teacher's top token and normaliser [S]."""
+NAMES = {"aux": "aux", "final": "hidden"}
+"""The tensors of a file by what is needed: aux states [S, A], hidden states [S, T]."""
 
 
 class CachedTarget(Target):
     """A `Target` whose `capture` keeps one safetensors file per row under `directory`: S × (A + T) values in its dtype, or what is needed.
 
     Files are named by target (its config and a sample of its weights), aux layers, dtype and the row's documents, so that a changed row or
-    target never meets a stale file; what is supervised may change, since the teacher is kept at every position.
+    target never meets a stale file; what is supervised may change.
     """
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], directory: str | Path, needs: Sequence[str] = ("aux", "final")):
         super().__init__(model, aux_layers, needs)
-        self._names = [name for need, names in NAMES.items() if need in needs for name in names]
+        self._names = [name for need, name in NAMES.items() if need in needs]
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._salt = f"{describe_target(model.config)}{self.aux_layers}{self._names}{model.dtype}".encode() + _sample(model)
@@ -46,21 +45,15 @@ class CachedTarget(Target):
                 rows[b] = row
                 _write(files[b], row)
         device = batch["input_ids"].device
-        at_R = batch["teacher_rows"]
-        none = {"aux": torch.empty(*batch["input_ids"].shape, 0), "hidden": torch.empty(*batch["input_ids"].shape, 0)}
-        none |= {"top": at_R, "logsumexp": at_R.float()}  # which is empty, too
-        stacked = {**none, **{name: torch.stack([row[name] for row in rows if row]).to(device) for name in self._names}}
-        return Signal(stacked["aux"], stacked["hidden"], stacked["top"].flatten()[at_R], stacked["logsumexp"].flatten()[at_R], self.head)
+        none = torch.empty(*batch["input_ids"].shape, 0, device=device)
+        stacked = {name: torch.stack([row[name] for row in rows if row]).to(device) for name in self._names}
+        return Signal(stacked.get("aux", none), stacked.get("hidden", none), self.head)
 
     def _compute(self, batch: Batch, rows: list[int]) -> list[dict[str, Tensor]]:
-        """Run the target over some rows, with the teacher at every position: any may be asked for, by another plan or in another epoch."""
-        part: dict[str, Any] = {name: batch[name][rows] for name in ("input_ids", "positions")}
-        taught = part["input_ids"].numel() if "final" in self.needs else 0
-        part["teacher_rows"] = torch.arange(taught, device=part["input_ids"].device)
-        signal, shape = super().capture(part), part["input_ids"].shape
-        found = {"aux": signal.aux_BSA, "hidden": signal.hidden_BST, "top": signal.top_R, "logsumexp": signal.logsumexp_R}
-        kept = {name: found[name].view(*shape, *found[name].shape[2:]) for name in self._names}
-        return [{name: t[b].contiguous().cpu() for name, t in kept.items()} for b in range(len(rows))]
+        """Run the target over some rows."""
+        signal = super().capture({name: batch[name][rows] for name in ("input_ids", "positions")})
+        found = {"aux": signal.aux_BSA, "hidden": signal.hidden_BST}
+        return [{name: found[name][b].contiguous().cpu() for name in self._names} for b in range(len(rows))]
 
     def _file(self, batch: Batch, row: int) -> Path:
         digest = hashlib.sha1(self._salt)
@@ -75,8 +68,8 @@ class CachedTarget(Target):
         except (OSError, SafetensorError):
             return None
         width = self.model.config.get_text_config().hidden_size
-        widths: dict[str, tuple[int, ...]] = {"aux": (len(self.aux_layers) * width,), "hidden": (width,)}
-        shapes = {name: (length, *widths.get(name, ())) for name in self._names}
+        widths = {"aux": len(self.aux_layers) * width, "hidden": width}
+        shapes = {name: (length, widths[name]) for name in self._names}
         return row if {name: tuple(t.shape) for name, t in row.items()} == shapes else None
 
 

@@ -14,9 +14,6 @@ from ..contracts.signal import Signal
 from ..errors import ForedraftError
 from .capture import AuxCapture, decoder_layers, decoder_of, norm_scale
 
-# Rows of full-vocabulary logits alive at a time while the teacher's top token and normaliser are taken.
-CHUNK = 512
-
 # Config fields that a family divides its logits by.
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
@@ -69,13 +66,10 @@ class Target:
         last = norms[-1:]  # the last one: some have another behind their embedding
         return {**last[0].state_dict(), "weight": norm_scale(last[0])} if last else {}
 
-    def head(self, hidden_NT: Tensor, ids_W: Tensor | None = None) -> Tensor:
-        """Logits of post-norm hidden states, over the tokens `ids_W` (ascending) or all, float32."""
+    def head(self, hidden_NT: Tensor) -> Tensor:
+        """Logits of post-norm hidden states, float32."""
         head = self.model.get_output_embeddings()
         weight, bias = head.weight, head.bias
-        if ids_W is not None and len(ids_W) < len(weight):
-            ids_W = ids_W.to(weight.device)
-            weight, bias = weight[ids_W], None if bias is None else bias[ids_W]
         with torch.autocast(weight.device.type, enabled=False):  # the target keeps its own precision inside a draft's autocast
             logits = F.linear(hidden_NT.to(weight.device, weight.dtype), weight, bias).to(hidden_NT.device).float() * self._multiplier
         return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
@@ -104,25 +98,7 @@ class Target:
                 states = captured.aux_BSA[number, offset], out.last_hidden_state[number, offset]
         kept = (s if need in self.needs else s[..., :0] for need, s in zip(("aux", "final"), states, strict=True))
         aux_BSA, hidden_BST = (s.reshape(*ids_BS.shape, s.shape[-1]).to(batch["input_ids"].device) for s in kept)
-        return self.signal(aux_BSA, hidden_BST, batch["teacher_rows"])
-
-    @torch.no_grad()
-    def signal(self, aux_BSA: Tensor, hidden_BST: Tensor, teacher_rows_R: Tensor) -> Signal:
-        """A signal from hidden states; the teacher's rows are indices into the flattened [B·S]."""
-        rows_RT = hidden_BST.flatten(0, 1)[teacher_rows_R]
-        top, normaliser = [], []
-        for chunk_NT in rows_RT.split(CHUNK) if len(rows_RT) else ():
-            logits_NV = self.head(chunk_NT)
-            top.append(logits_NV.argmax(-1))
-            normaliser.append(logits_NV.logsumexp(-1))
-        empty = rows_RT.new_empty(0)
-        return Signal(
-            aux_BSA,
-            hidden_BST,
-            torch.cat(top) if top else empty.long(),
-            torch.cat(normaliser) if normaliser else empty.float(),
-            self.head,
-        )
+        return Signal(aux_BSA, hidden_BST, self.head)
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -24,7 +24,7 @@ from .tiny import tiny_config, tiny_model, tiny_rows
 Supervise = Callable[[Signal, Tensor, Tensor], Supervisor]
 """From what the target says of a text, the text [L] and the draft's vocabulary [W]: what is learned at each of its positions."""
 SUPERVISORS: Mapping[str, Supervise] = {
-    "the target": lambda signal, ids_L, draft_ids_W: Teacher.of(signal, torch.arange(len(ids_L)), draft_ids_W),
+    "the target": lambda signal, ids_L, draft_ids_W: Teacher.of(signal, torch.arange(len(ids_L))),
     "the text": lambda signal, ids_L, draft_ids_W: Labels(ids_L.roll(-1)),
 }
 
@@ -99,7 +99,7 @@ def scrambled(
     ids_BS[:, tokens] = (ids_BS[:, tokens] + 11) % (case.draft.config.vocab_size - 1)
     for x, places in ((aux_BSA, aux), (hidden_BST, teacher)):
         x[:, places] = 3 * torch.randn_like(x[:, places])
-    return {**batch, "input_ids": ids_BS}, case.target.signal(aux_BSA, hidden_BST, batch["teacher_rows"])
+    return {**batch, "input_ids": ids_BS}, Signal(aux_BSA, hidden_BST, case.target.head)
 
 
 def reduced(case: Case, size: int) -> Case:
@@ -134,7 +134,7 @@ def forced(
         case.method.drafter(case.draft).propose(ids_L[:start], aux[:, : start - 1], min(steps, end - start), choose)
     possible = [max(0, letters.count("a") - 1 - k) for k in range(steps)]
     hidden_LT = case.target.decoder(input_ids=ids_L[None], use_cache=False).last_hidden_state[0]
-    signal = case.target.signal(aux, hidden_LT[None], torch.arange(len(ids_L)))
+    signal = Signal(aux, hidden_LT[None], case.target.head)
     empty = torch.zeros(0, case.draft.config.draft_vocab_size)
     logits = [torch.stack(s) if s else empty for s in states]
     ones, at = [x.new_ones(len(x)) for x in logits], [torch.tensor(r).long() for r in rows]

@@ -78,8 +78,8 @@ class PerStep(AlgorithmBase):
             hidden_BSD = draft.backbone(embeds, hidden_BSD, layout)
             states.append(hidden_BSD.flatten(0, 1)[slots])
         weights = [share / n.clamp(min=1) for share, n in zip(step_weights(len(states), 0.8), batch["counts"], strict=True)]
-        teacher = Teacher.of(signal, batch["teacher_rows"], draft.draft_ids)
-        return chunked(draft, states, teacher, batch["teachers"], weights, objective(self.options.loss))
+        teacher = Teacher.of(signal, batch["teacher_rows"])
+        return chunked(draft, states, teacher, batch["teachers"], weights, objective(self.options.loss), batch["pairs"])
 
     def drafter(self, draft: Any) -> "PerStepDrafter":
         return PerStepDrafter(draft, self.options.steps)

@@ -1,0 +1,111 @@
+"""The draft's head as the loss runs it: logits of some rows, and the way back, gradients summed in float32."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..contracts.draft import DraftModel
+
+
+class Head(Protocol):
+    """Runs rows forth and back, in turn."""
+
+    gradients: list[Tensor]
+    """Of the head's trained parameters so far."""
+
+    def logits(self, states_ND: Tensor) -> Tensor:
+        """Of some rows, [N, W]."""
+        ...
+
+    def back(self, d_logits_NW: Tensor) -> Tensor:
+        """The gradient by the states of the latest rows, [N, D]; those of the parameters are added to `gradients`."""
+        ...
+
+
+def head_of(draft: DraftModel, parameters: list[Tensor], wanted: bool) -> Head:
+    """The draft's head, whose trained `parameters` are wanted in that order; `wanted`: whether there is a way back at all."""
+    parts = draft.head_parts()
+    return AnyHead(draft.compute_logits, parameters, wanted) if parts is None else MatrixHead(*parts, parameters, wanted)
+
+
+class AnyHead:
+    """A head of which nothing is known: autograd finds the way back."""
+
+    def __init__(self, compute_logits: Callable[[Tensor], Tensor], parameters: list[Tensor], wanted: bool):
+        self._compute, self._parameters, self._wanted = compute_logits, parameters, wanted
+        self.gradients = [_zeros(p) for p in parameters]
+
+    def logits(self, states_ND: Tensor) -> Tensor:
+        """See `Head`."""
+        with torch.set_grad_enabled(self._wanted):
+            self._states_ND = states_ND.detach().requires_grad_(self._wanted)
+            self._logits_NW = self._compute(self._states_ND)
+        return self._logits_NW.detach().clone()  # what is written into it, the way back must not see
+
+    def back(self, d_logits_NW: Tensor) -> Tensor:
+        """See `Head`."""
+        d_states_ND, *found = torch.autograd.grad(self._logits_NW, [self._states_ND, *self._parameters], d_logits_NW)
+        del self._logits_NW
+        for total, d in zip(self.gradients, found, strict=True):
+            total += d
+        return d_states_ND
+
+
+class MatrixHead:
+    """Something cheap over D features (a norm, nothing), then a matrix, whose way back is two products added up in place.
+
+    Under autocast the matrix is cast once for all rows.
+    """
+
+    def __init__(self, before: Callable[[Tensor], Tensor], linear: nn.Linear, parameters: list[Tensor], wanted: bool):
+        device = linear.weight.device.type
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if casts else linear.weight.dtype
+        self._before, self._wanted = before, wanted
+        self._weight_WD = linear.weight.detach().to(dtype)
+        self._bias_W = None if linear.bias is None else linear.bias.detach().to(dtype)
+        self.gradients = [_zeros(p) for p in parameters]
+        found = {id(p): total for p, total in zip(parameters, self.gradients, strict=True)}
+        self._d_weight_WD, self._d_bias_W = found.pop(id(linear.weight), None), found.pop(id(linear.bias), None)
+        self._others = [(p, found[id(p)]) for p in parameters if id(p) in found]
+
+    def logits(self, states_ND: Tensor) -> Tensor:
+        """See `Head`."""
+        with torch.set_grad_enabled(self._wanted):
+            self._states_ND = states_ND.detach().requires_grad_(self._wanted)
+            self._hidden_ND = self._before(self._states_ND)
+        self._read_ND = self._hidden_ND.detach().to(self._weight_WD.dtype)
+        with torch.autocast(self._weight_WD.device.type, enabled=False):
+            return nn.functional.linear(self._read_ND, self._weight_WD, self._bias_W)
+
+    def back(self, d_logits_NW: Tensor) -> Tensor:
+        """See `Head`."""
+        with torch.autocast(self._weight_WD.device.type, enabled=False):
+            if self._d_weight_WD is not None:
+                add_product(self._d_weight_WD, d_logits_NW.T, self._read_ND)
+            if self._d_bias_W is not None:
+                self._d_bias_W += d_logits_NW.sum(0, dtype=self._d_bias_W.dtype)
+            d_hidden_ND = (d_logits_NW @ self._weight_WD).to(self._hidden_ND.dtype)
+        if self._hidden_ND is self._states_ND:
+            return d_hidden_ND
+        d_states_ND, *found = torch.autograd.grad(self._hidden_ND, [self._states_ND, *(p for p, _ in self._others)], d_hidden_ND)
+        del self._hidden_ND
+        for (_, total), d in zip(self._others, found, strict=True):
+            total += d
+        return d_states_ND
+
+
+def add_product(total_WD: Tensor, left_WN: Tensor, right_ND: Tensor) -> None:
+    """total += left @ right, in the total's precision: a sum kept in bfloat16 loses what is added last."""
+    if total_WD.dtype == left_WN.dtype:
+        total_WD.addmm_(left_WN, right_ND)
+    elif total_WD.is_cuda and total_WD.dtype == torch.float32:
+        torch.addmm(total_WD, left_WN, right_ND, out_dtype=torch.float32, out=total_WD)
+    else:
+        total_WD += left_WN @ right_ND
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
