@@ -16,7 +16,7 @@ from foredraft.contracts.options import Frozen
 from foredraft.data.supervision import reachable
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft import Fused
-from foredraft.draft.attention import Unrolled, UnrolledCache
+from foredraft.draft.attention import Unrolled, UnrolledCache, unrolled_segments
 from foredraft.draft.config import eagle_fields
 from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
 
@@ -64,7 +64,7 @@ class Eagle3(AlgorithmBase):
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
         """The slots that serving reaches: x_{t+1} .. x_{t+2+k} in one assistant span of x_t's document.
 
-        `slots` [B, Q] are those of step 0, padded with slot 0; `queries[k]` [N_k] index the flattened [B·Q].
+        `slots` [B, Q] are those of step 0, padded with slot 0; `queries[k]` [N_k] index the flattened [B·Q]. `segments`: see `Unrolled`.
         """
         spans_BS, documents_BS = batch["spans"], batch["documents"]
         length = spans_BS.shape[1]
@@ -76,7 +76,8 @@ class Eagle3(AlgorithmBase):
             at = [mask_S[s].nonzero()[:, 0] for s, mask_S in zip(slots, mask_BS, strict=True)]
             queries.append(torch.cat([b * width + q for b, q in enumerate(at)]))
             rows.append(torch.cat([b * length + slots[b][q] + 1 + k for b, q in enumerate(at)]))
-        return Plan.taught(queries, rows, slots=torch.stack([F.pad(s, (0, width - len(s))) for s in slots]))
+        slots_BQ = torch.stack([F.pad(s, (0, width - len(s))) for s in slots])
+        return Plan.taught(queries, rows, slots=slots_BQ, segments=unrolled_segments(documents_BS, slots_BQ))
 
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
         """The objective at every step, Σ 0.8^k L_k / Σ 0.8^k with L_k the mean over supervised slots."""
@@ -96,7 +97,7 @@ class Eagle3(AlgorithmBase):
         """The draft's states at `batch["slots"]` after each step: K tensors [B, Q, D]."""
         ids_BS, slots_BQ, positions_BS = batch["input_ids"], batch["slots"], batch["positions"]
         last = ids_BS.shape[1] - 1
-        pattern = Unrolled(batch["documents"], slots_BQ)
+        pattern = Unrolled(batch["documents"], slots_BQ, draft.kernel, batch["segments"])
         cache = UnrolledCache()
         context = draft.project_hidden_states(aux_BSA)
         embeds = draft.embed_input_ids(ids_BS.roll(-1, dims=1))

@@ -16,9 +16,11 @@ from foredraft.draft.attention.masked import block_mask
 from foredraft.draft.attention.patterns import Backend
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
-# Two rows of packed documents and padding; slots with repeats, as a plan pads them with slot 0.
+# Two rows of packed documents and padding; slots with repeats, as a plan pads them with slot 0: they bring the first one's query, and
+# nothing is learned from them.
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 1, 1, -1, -1]])
 SLOTS = torch.tensor([[0, 2, 3, 5, 6, 8], [1, 4, 6, 0, 0, 0]])
+PADDING = (1, slice(4, None))
 
 
 def brute_force(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Tensor, rows: Tensor) -> Tensor:
@@ -49,8 +51,16 @@ def outcome(out: Tensor, weights: Tensor, inputs: Sequence[Tensor]) -> list[Tens
 def unrolled_inputs(steps: int) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
     torch.manual_seed(steps)
     lengths = [DOCUMENTS.shape[1]] + [SLOTS.shape[1]] * steps
-    q = heads(HEADS, SLOTS.shape[1])
-    return q, [heads(KV_HEADS, n) for n in lengths], [heads(KV_HEADS, n) for n in lengths], torch.randn(q.shape)
+    q, weights = padded_alike(heads(HEADS, SLOTS.shape[1])), torch.randn(2, HEADS, SLOTS.shape[1], DIM)
+    weights.transpose(1, 2)[PADDING] = 0
+    return q, [heads(KV_HEADS, n) for n in lengths], [heads(KV_HEADS, n) for n in lengths], weights
+
+
+def padded_alike(q_BHQd: Tensor) -> Tensor:
+    """Queries of `SLOTS`, those of its padding like the slot that they repeat."""
+    with torch.no_grad():
+        q_BHQd.transpose(1, 2)[PADDING] = q_BHQd.transpose(1, 2)[1, 3]
+    return q_BHQd
 
 
 class TestUnrolled:
@@ -279,7 +289,7 @@ def test_every_pattern_attends_where_it_says(name: str, entries: list[int]) -> N
         entries = entries[:1]
     rows = SLOTS if len(entries) == 1 else None
     torch.manual_seed(0)
-    q = torch.randn(2, HEADS, 6, DIM)
+    q = padded_alike(torch.randn(2, HEADS, 6, DIM))
     keys, values = ([torch.randn(2, KV_HEADS, n, DIM) for n in entries] for _ in range(2))
     visible = patterns[name].visible(2, 6, entries, rows)
     assert visible.shape == (2, 6, sum(entries))

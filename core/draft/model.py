@@ -68,6 +68,8 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
             self._keys_to_ignore_on_save = self._keys_to_ignore_on_load_missing = [*TARGET_HEAD]
         self.complete = True
         """Whether embedding and head are there; a loaded draft that uses its target's lacks them until `take_head`."""
+        self.kernel = "auto"
+        """Of attention in training, by name, see `kernel_for`."""
         self.post_init()
 
     # What algorithms are written against.

@@ -2,8 +2,10 @@
 
 from .cache import DecodingCache, UnrolledCache
 from .geometry import GroupedQueryAttention, take_rows
+from .kernels import kernel_for
 from .mla import MultiHeadLatentAttention
 from .patterns import Causal, Full, Masked, Unrolled
+from .segments import unrolled_segments
 
 __all__ = [
     "Causal",
@@ -14,5 +16,7 @@ __all__ = [
     "MultiHeadLatentAttention",
     "Unrolled",
     "UnrolledCache",
+    "kernel_for",
     "take_rows",
+    "unrolled_segments",
 ]

@@ -22,7 +22,8 @@ def take_rows(x_BSX: Tensor, rows: Tensor | int | None) -> Tensor:
 
 def among_keys(rows: Tensor | int | None, keys: Sequence[Tensor], x_BSX: Tensor) -> Tensor | None:
     """Where the inputs `rows` stand among the keys of the newest entry, which earlier calls may have begun; None: they are the last."""
-    return rows + (keys[-1].shape[2] - x_BSX.shape[1]) if isinstance(rows, Tensor) else None
+    before = keys[-1].shape[2] - x_BSX.shape[1]
+    return (rows + before if before else rows) if isinstance(rows, Tensor) else None
 
 
 def rotated(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Attention patterns: who sees whom, as `attend(q, keys, values, scale, rows)`. They know nothing of architectures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .kernels import kernel_for
 from .masked import block_mask, dense_mask, masked_dense, masked_flex
-from .unrolled import unrolled_eager, unrolled_flash
+from .segments import Segments, segments, unrolled_segments
+from .unrolled import joint_attention, unrolled_eager
 
 Backend = Literal["auto", "eager", "flex"]
 
@@ -68,36 +70,36 @@ class Unrolled:
     """
 
     documents: Tensor
-    """[B, S] document of each input of the first call."""
+    """[B, S] document of each input of the first call: a run of equal numbers."""
     slots: Tensor
-    """[B, Q] the inputs of the first call that are drafted on."""
-    backend: Backend = "auto"
-    _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
+    """[B, Q] the inputs of the first call that are drafted on. One that repeats another of its row is padding: it must bring the same
+    query, and passes no gradient on."""
+    kernel: str = "auto"
+    """See `kernel_for`."""
+    segments: Mapping[str, Segments] | None = None
+    """`unrolled_segments(documents, slots)`, where the batch has them; else they are made here, which a GPU waits for."""
+    _made: dict[str, Segments] = field(default_factory=dict, repr=False)
 
     def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """See `Pattern.visible`."""
         own_BQQ = torch.eye(queries, dtype=torch.bool, device=self.slots.device).expand(batch, -1, -1)
-        return torch.cat([self._mask(len(entries), rows)[:, 0]] + [own_BQQ] * (len(entries) - 1), dim=-1)
+        places, length = (rows if len(entries) == 1 else self.slots), self.documents.shape[1]
+        context_BQS = causal_mask(self.documents, places, length, length, self.documents.device)[:, 0]
+        return torch.cat([context_BQS] + [own_BQQ] * (len(entries) - 1), dim=-1)
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
-        """Attention over `keys[0]` [B, H, S, d] and the same-slot entries `keys[1:]` [B, H, Q, d]; see `Pattern.attend`."""
-        heads = q_BHQd.shape[1]
-        keys, values = [expand_heads(k, heads) for k in keys], [expand_heads(v, heads) for v in values]
-        if self.backend == "eager" or q_BHQd.device.type != "cpu":
-            return unrolled_eager(q_BHQd, keys, values, self._mask(len(keys), rows), scale)
-        on_slots = len(keys) > 1 or (rows is not None and torch.equal(rows, self.slots))
-        blocked = self._additive.get(q_BHQd.dtype) if on_slots else None  # all steps, and all layers, share it
-        if blocked is None:
-            mask = self._mask(len(keys), rows)
-            blocked = torch.zeros(mask.shape, dtype=q_BHQd.dtype, device=q_BHQd.device).masked_fill_(~mask, float("-inf"))
-        if on_slots:
-            self._additive[q_BHQd.dtype] = blocked
-        return unrolled_flash(q_BHQd, keys, values, blocked, scale)
+        """Attention over `keys[0]` [B, h, S, d] and the same-slot entries `keys[1:]` [B, h, Q, d]; see `Pattern.attend`."""
+        kernel = kernel_for(q_BHQd.device, q_BHQd.dtype, q_BHQd.shape[-1], self.kernel)
+        return joint_attention(q_BHQd, keys, values, self._segments(len(keys), rows), scale, kernel)
 
-    def _mask(self, entries: int, rows: Tensor | None) -> Tensor:
-        """[B, 1, Q, S], True where a query may look at the first call's keys."""
-        places, length = (rows if entries == 1 else self.slots), self.documents.shape[1]
-        return causal_mask(self.documents, places, length, length, self.documents.device)
+    def _segments(self, entries: int, rows: Tensor | None) -> Segments:
+        """Of the slots, of all inputs, or of other rows of the first call; all layers and steps share them."""
+        if entries == 1 and rows is not None and rows is not self.slots:
+            return segments(self.documents, rows)
+        made = self.segments or self._made
+        if not made:
+            made.update(unrolled_segments(self.documents, self.slots))
+        return made["inputs" if entries == 1 and rows is None else "slots"]
 
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""The attention of training-time test, twice: a readable reference, and a flash kernel merged with the diagonals by log-sum-exp."""
+"""The attention of training-time test: a varlen kernel over the causal keys, merged with the own-slot entries by log-sum-exp."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-aten: Any = torch.ops.aten
+from .kernels import precise
+from .segments import Segments
+from .varlen import varlen, varlen_backward
+
+
+def joint_attention(
+    q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], segments: Segments, scale: float, kernel: str
+) -> Tensor:
+    """One softmax over the causal `keys[0]` [B, h, S, d], by `segments`, and the own-slot entries `keys[1:]` [B, h, Q, d]: [B, H, Q, d]."""
+    out_NHd: Tensor = _Joint.apply(segments, scale, kernel, *(x.transpose(1, 2).flatten(0, 1) for x in (q_BHQd, *keys, *values)))
+    return out_NHd.unflatten(0, (len(q_BHQd), -1)).transpose(1, 2)
 
 
 def unrolled_eager(q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask_B1QS: Tensor, scale: float) -> Tensor:
@@ -22,40 +32,78 @@ def unrolled_eager(q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tens
     return out_BHQd
 
 
-def unrolled_flash(q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask_B1QS: Tensor, scale: float) -> Tensor:
-    """The same on the CPU without S×S scores. `mask_B1QS` is additive (0 or -inf) in the dtype of q; no row may be all -inf."""
-    own = keys[1:]
-    k_own = torch.stack(list(own), dim=3) if own else q_BHQd.new_empty(*q_BHQd.shape[:3], 0, q_BHQd.shape[3])
-    v_own = torch.stack(list(values[1:]), dim=3) if own else k_own
-    out: Tensor = _UnrolledFlash.apply(q_BHQd, keys[0], values[0], k_own, v_own, mask_B1QS, scale)
-    return out
-
-
-class _UnrolledFlash(torch.autograd.Function):
-    """Causal block by the CPU flash kernel, own-slot entries [B, H, Q, k, d] by hand, joined by their log-sum-exp.
-
-    The kernel's backward is fed the *merged* output and log-sum-exp: it recomputes each weight as exp(score - lse) and
-    the softmax correction as Σ grad·out, and both must be those of the joint softmax (as in ring attention).
-    """
+class _Joint(torch.autograd.Function):
+    """The backward kernel is fed the *merged* output and log-sum-exp: it recomputes each weight as exp(score - lse) and the softmax's
+    correction as Σ grad·out, and both must be those of the joint softmax (as in ring attention)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, k_own: Tensor, v_own: Tensor, mask: Tensor, scale: float) -> Tensor:
-        out_block, lse_block = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-        scores = torch.einsum("bhqd,bhqkd->bhqk", q, k_own).float() * scale
-        lse = torch.logsumexp(torch.cat([lse_block[..., None], scores], dim=-1), dim=-1)
-        own = (scores - lse[..., None]).exp().to(q.dtype)
-        out = out_block * (lse_block - lse).exp()[..., None].to(q.dtype) + torch.einsum("bhqk,bhqkd->bhqd", own, v_own)
-        ctx.save_for_backward(q, k, v, k_own, v_own, mask, out, lse, own)
-        ctx.scale = scale
+    def forward(ctx: Any, segments: Segments, scale: float, kernel: str, q: Tensor, *entries: Tensor) -> Tensor:
+        keys, values = entries[: len(entries) // 2], entries[len(entries) // 2 :]
+        block, lse_HR = varlen(_rows(q, segments), keys[0], values[0], *_bounds(segments), scale, kernel)
+        block, lse = _slots(block, segments), _slots(lse_HR.T, segments)
+        grouped = q.unflatten(1, (keys[0].shape[1], -1))
+        scores = [_products(grouped, k) * scale for k in keys[1:]]
+        total = torch.stack([lse, *scores], dim=-1).logsumexp(-1) if scores else lse
+        out = block * (lse - total).exp()[..., None].to(q.dtype) if scores else block
+        weights = [(score - total).exp() for score in scores]
+        for weight, v in zip(weights, values[1:], strict=True):
+            out.unflatten(1, grouped.shape[1:3]).add_(_spread(weight, v))
+        ctx.save_for_backward(q, *entries, out, total, *weights)
+        ctx.segments, ctx.scale, ctx.kernel = segments, scale, kernel
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, k_own, v_own, mask, out, lse, own = ctx.saved_tensors
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=ctx.scale
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        q, *rest = ctx.saved_tensors
+        steps = (len(rest) - 1) // 3
+        keys, values, (out, lse), weights = rest[:steps], rest[steps : 2 * steps], rest[2 * steps : 2 * steps + 2], rest[2 * steps + 2 :]
+        segments, grad = ctx.segments, grad.contiguous()
+        lse_RH = _rows(lse, segments)
+        if segments["asked"] is not None:
+            lse_RH = lse_RH.masked_fill(~segments["asked"][:, None], float("inf"))
+        rows = [_rows(x, segments) for x in (grad, q)]
+        dq, *first = varlen_backward(
+            *rows, keys[0], values[0], _rows(out, segments), lse_RH.T.contiguous(), *_bounds(segments), ctx.scale, ctx.kernel
         )
-        d_weights = torch.einsum("bhqd,bhqkd->bhqk", grad, v_own)
-        d_scores = own * (d_weights - (grad * out).sum(-1, keepdim=True)) * ctx.scale
-        dq = dq + torch.einsum("bhqk,bhqkd->bhqd", d_scores, k_own)
-        return dq, dk, dv, d_scores[..., None] * q[..., None, :], own[..., None] * grad[..., None, :], None, None
+        dq = _slots(dq, segments)
+        if segments["repeats"] is not None:
+            dq = dq.masked_fill(segments["repeats"][:, None, None], 0)
+        shape = (keys[0].shape[1], -1)
+        grouped, upstream, dq_grouped = (x.unflatten(1, shape) for x in (q, grad, dq))
+        correction = (grad * out).sum(-1, dtype=lse.dtype)
+        d_keys, d_values = [first[0]], [first[1]]
+        for k, v, weight in zip(keys[1:], values[1:], weights, strict=True):
+            d_score = weight * (_products(upstream, v) - correction) * ctx.scale
+            dq_grouped.add_(_spread(d_score, k))
+            d_keys.append(_gathered(d_score, grouped))
+            d_values.append(_gathered(weight, upstream))
+        return None, None, None, dq, *d_keys, *d_values
+
+
+def _bounds(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
+    return segments["cu_q"], segments["cu_k"], segments["max_q"], segments["max_k"]
+
+
+def _rows(x_NX: Tensor, segments: Segments) -> Tensor:
+    """From slots to the kernel's rows."""
+    return x_NX if segments["source"] is None else x_NX.index_select(0, segments["source"])
+
+
+def _slots(x_RX: Tensor, segments: Segments) -> Tensor:
+    """From the kernel's rows to slots."""
+    return x_RX if segments["place"] is None else x_RX.index_select(0, segments["place"])
+
+
+def _products(x_Nhgd: Tensor, y_Nhd: Tensor) -> Tensor:
+    """Σ_d x·y of every query head with its group's entry, [N, H]."""
+    return (x_Nhgd * y_Nhd[:, :, None]).sum(-1, dtype=precise(x_Nhgd)).flatten(1)
+
+
+def _spread(weight_NH: Tensor, y_Nhd: Tensor) -> Tensor:
+    """weight·y, [N, h, g, d]."""
+    return weight_NH.to(y_Nhd.dtype).unflatten(1, (y_Nhd.shape[1], -1))[..., None] * y_Nhd[:, :, None]
+
+
+def _gathered(weight_NH: Tensor, x_Nhgd: Tensor) -> Tensor:
+    """Σ over a group's heads of weight·x, [N, h, d]."""
+    return (weight_NH.to(x_Nhgd.dtype).unflatten(1, x_Nhgd.shape[1:3])[..., None] * x_Nhgd).sum(2)
