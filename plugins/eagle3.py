@@ -97,7 +97,7 @@ class Eagle3(AlgorithmBase):
         """The draft's states at `batch["slots"]` after each step: K tensors [B, Q, D]."""
         ids_BS, slots_BQ, positions_BS = batch["input_ids"], batch["slots"], batch["positions"]
         last = ids_BS.shape[1] - 1
-        pattern = Unrolled(batch["documents"], slots_BQ, draft.kernel, batch["segments"])
+        pattern = Unrolled(batch["documents"], slots_BQ, draft.kernel, batch.get("segments"))
         cache = UnrolledCache()
         context = draft.project_hidden_states(aux_BSA)
         embeds = draft.embed_input_ids(ids_BS.roll(-1, dims=1))

@@ -270,7 +270,7 @@ ALGORITHMS = {
         "the loss on 3 assistant tokens changed when the target's features of the last two did, or the tokens after",
     ),
     "document leak": (
-        unrolling(lambda self, batch, aux: ({**batch, "documents": torch.zeros_like(batch["documents"])}, aux)),
+        unrolling(lambda self, batch, aux: ({**batch, "documents": torch.zeros_like(batch["documents"]), "segments": None}, aux)),
         "test_no_document_leak",
         "the loss changed when the document before it did: hand `documents` to the pattern",
     ),

@@ -96,9 +96,9 @@ class Unrolled:
         """Of the slots, of all inputs, or of other rows of the first call; all layers and steps share them."""
         if entries == 1 and rows is not None and rows is not self.slots:
             return segments(self.documents, rows)
-        made = self.segments or self._made
-        if not made:
-            made.update(unrolled_segments(self.documents, self.slots))
+        if self.segments is None and not self._made:
+            self._made.update(unrolled_segments(self.documents, self.slots))
+        made = self._made if self.segments is None else self.segments
         return made["inputs" if entries == 1 and rows is None else "slots"]
 
 

@@ -53,7 +53,7 @@ class _Joint(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, *rest = ctx.saved_tensors
         steps = (len(rest) - 1) // 3
         keys, values, (out, lse), weights = rest[:steps], rest[steps : 2 * steps], rest[2 * steps : 2 * steps + 2], rest[2 * steps + 2 :]
