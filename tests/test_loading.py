@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from foredraft import DraftTrainer, DraftTrainingArguments, ForedraftError, Target, generate, registry
 from foredraft.contracts.loading import Loading
 from foredraft.target.loading import load_target
+from foredraft.training import CachedTarget
 
 SOURCE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -118,19 +120,41 @@ def test_code_of_the_target_runs_where_it_is_trusted(command: Command, work: Pat
 
 
 class TestPlaced:
-    """A target that a device map has put somewhere is left there."""
+    """A target whose parts were put somewhere is left there; states and matrices are fetched."""
 
-    def test_everything_works_on_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLACES: ClassVar[dict[str, dict[str, int | str]]] = {
+        "whole": {"": "cpu"},
+        "offloaded": {
+            "model.layers": "disk",
+            "model.embed_tokens": "cpu",
+            "model.norm": "disk",
+            "model.rotary_emb": "cpu",
+            "lm_head": "disk",
+        },
+    }
+
+    @pytest.mark.parametrize("place", [*PLACES, "quantised"])
+    def test_everything_works_on_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
         tiny_target().save_pretrained(tmp_path)
         plain = load_target(str(tmp_path), "float32")
-        placed = load_target(str(tmp_path), "float32", Loading(device_map={"": "cpu"}, attn_implementation="eager"))
+        placed = load_target(str(tmp_path), "float32", Loading(device_map=self.PLACES.get(place), attn_implementation="eager"))
+        if place == "quantised":  # in name
+            placed.hf_quantizer = True
+        assert placed.lm_head.weight.is_meta is (place == "offloaded")
         assert (placed.config._attn_implementation, plain.config._attn_implementation) == ("eager", "sdpa")
-        monkeypatch.setattr(type(placed), "to", lambda *_: pytest.fail("a target with a device map was moved"))
-        draft = tiny_draft(plain, ttt_steps=2)
-        rows = tiny_rows([["uuaaaauaaa"]])
-        DraftTrainer(draft, placed, DraftTrainingArguments(str(tmp_path), max_steps=1, use_cpu=True), train_dataset=rows).train()
-        ids, settings = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-        assert generate(placed, draft.eval(), ids, **settings).tolist() == plain.generate(ids, **settings).tolist()
+        monkeypatch.setattr(placed, "to", lambda *_: pytest.fail("a target with a device map was moved"))
+        drafts, batches = [], tiny_batch(tiny_draft(plain).algorithm, tiny_rows([["uuaaaauaaa"]]))
+        signals = [CachedTarget(model, (2, 4, 5), tmp_path / "states" / str(n)).capture(batches) for n, model in enumerate((plain, placed))]
+        for name in ("aux_BSA", "hidden_BST"):
+            assert_close(*(getattr(signal, name) for signal in signals), rtol=1e-3, atol=1e-3)
+        for n, model in enumerate((plain, placed)):
+            drafts.append(tiny_draft(model, ttt_steps=2))
+            run = DraftTrainingArguments(str(tmp_path / f"run{n}"), max_steps=1, use_cpu=True, save_strategy="no")
+            DraftTrainer(drafts[-1], model, run, train_dataset=tiny_rows([["uuaaaauaaa"]])).train()
+        assert_close(*(draft.state_dict() for draft in drafts), rtol=1e-3, atol=1e-3)
+        if place != "offloaded":
+            ids, settings = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+            assert generate(placed, drafts[-1].eval(), ids, **settings).tolist() == plain.generate(ids, **settings).tolist()
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("where", [{"": 0}, {"model.layers.1": "cpu", "": 0}], ids=["whole", "a layer offloaded"])
@@ -146,9 +170,12 @@ class TestPlaced:
 
 def test_wrong_settings_are_told(tmp_path: Path) -> None:
     tiny_target().save_pretrained(tmp_path)
-    for loading in (Loading(device_map="nowhere"), Loading(attn_implementation="magic")):
+    wrong: list[dict[str, Any]] = [{"device_map": "nowhere"}, {"attn_implementation": "magic"}, {"quantization": {"quant_method": "magic"}}]
+    for loading in wrong:
         with pytest.raises(ForedraftError, match="could not be loaded"):
-            load_target(str(tmp_path), "auto", loading)
+            load_target(str(tmp_path), "auto", Loading(**loading))
+    with pytest.raises(ForedraftError, match="device_map and tp_plan both"):
+        Loading(device_map="auto", tp_plan="auto")
 
 
 @pytest.mark.parametrize("read", ["info", "train"])

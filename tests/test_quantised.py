@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_target
+from tiny import tiny_batch, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from foredraft import auto_draft
+from foredraft.contracts.loading import Loading
+from foredraft.target.loading import load_target
 
 
 class Int8Linear(nn.Module):
@@ -44,21 +45,23 @@ class PackedLinear(Int8Linear):
 @pytest.mark.parametrize("packed", [Int8Linear, PackedLinear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_layers_start_from_what_they_multiply_by(packed: Any, dtype: torch.dtype) -> None:
-    """As from the same model with its weights rounded."""
+    """As from the same model with its weights rounded; and its own head is the teacher."""
     model = tiny_target(attention_bias=True).to(dtype)
     rounded = deepcopy(model)
-    for name, linear in [(n, m) for n, m in model.model.layers.named_modules() if isinstance(m, nn.Linear)]:
+    for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
         parent, _, last = name.rpartition(".")
-        setattr(model.model.layers.get_submodule(parent), last, stored := packed(linear))
-        rounded.model.layers.get_submodule(name).weight.data = stored.matrix
-    drafts = []
+        setattr(model.get_submodule(parent), last, stored := packed(linear))
+        rounded.get_submodule(name).weight.data = stored.matrix
+    drafts, signals = [], []
     for target in (model, rounded):
         torch.manual_seed(0)
-        drafts.append(auto_draft(target.config, num_layers=2))
+        drafts.append(auto_draft(target.config, num_layers=2, draft_vocab_size=30))
         assert "18 of 19 layer tensors" in drafts[-1].start_from(target)
+        signals.append(tiny_signal(target, drafts[-1], tiny_batch(drafts[-1].algorithm, tiny_rows([["uuaaaauaaa"]]))))
     ours, theirs = (draft.state_dict() for draft in drafts)
     assert_close(ours, theirs)
     assert_close(ours["layers.1.mlp.up_proj.weight"].to(dtype), rounded.model.layers[-1].mlp.up_proj.weight)
+    assert_close(*(s.head(s.hidden_BST[0]) for s in signals))
 
 
 @pytest.mark.slow
@@ -69,12 +72,10 @@ def test_real_quantisers(library: str, tmp_path: Path) -> None:
     model = tiny_target(hidden=64)
     model.save_pretrained(tmp_path)
     if library == "bitsandbytes":
-        config: Any = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+        quantization: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
     else:
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        config = TorchAoConfig(Int8WeightOnlyConfig())
-    quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+        quantization = {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {"version": 2}}}}
+    quantised = load_target(str(tmp_path), "float32", Loading(quantization={"quant_method": library, **quantization}))
     draft = auto_draft(model.config, num_layers=2)
     assert "18 of 19 layer tensors" in draft.start_from(quantised)
     for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):

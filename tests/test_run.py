@@ -112,6 +112,18 @@ def test_near_misses(asked: str, meant: str) -> None:
     assert not nearest("zebra", ["dflash", "eagle3", "medusa", "peagle"])
 
 
+def test_a_target_in_two_forms() -> None:
+    """By name, or a mapping that says how it is loaded, too."""
+    others = {"output_dir": "o", "data": {"train": "d"}}
+    placed = {"tp_plan": "auto", "quantization": {"quant_method": "hqq"}, "revision": "main"}
+    whole = RunConfig.check({**others, "target": {"name": "t", "dtype": "bfloat16", **placed}})
+    assert whole == RunConfig.check({**others, "target": "t", "target_dtype": "bfloat16", **placed})
+    with pytest.raises(ForedraftError, match=r"target.device_mop'; did you mean 'target.device_map'"):
+        RunConfig.check({**others, "target": {"name": "t", "device_mop": "auto"}})
+    with pytest.raises(ForedraftError, match="device_map is said beside the target, and in it"):
+        RunConfig.check({**others, "target": {"name": "t", "device_map": "auto"}, "device_map": "auto"})
+
+
 def test_a_key_is_set_back(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("{target: t, output_dir: o, data: {train: d}, draft_vocab_size: 100}")
     assert RunConfig.load(tmp_path / "run.yaml", ["draft_vocab_size=null"]).draft_vocab_size is None

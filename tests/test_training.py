@@ -559,16 +559,18 @@ def test_the_collator_knows_the_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    run_on_ranks(tmp_path / "one", 4)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = [str(HERE / "train_two_ranks.py"), str(tmp_path / "two"), "2"]
-    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=600, check=False)
+    """Each with a target of its own, and both with one between them."""
+    places = [tmp_path / name for name in ("one", "two", "shared")]
+    for place in places:
+        place.mkdir()
+    MODEL.save_pretrained(tmp_path / "target")
+    run_on_ranks(places[0], 4)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(HERE / "train_two_ranks.py")]
+    done = subprocess.run([*command, *map(str, places[1:])], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    ours, theirs = (torch.load(tmp_path / name / "weights.pt") for name in ("two", "one"))
-    assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    logs = [json.loads((tmp_path / name / "logs.json").read_text()) for name in ("two", "one")]
-    for two, one in zip(*logs, strict=True):
-        for name in set(one) & {"loss", "accuracy_1", "accuracy_3", "tau", "eval_accuracy_1", "eval_tau"}:
-            assert two[name] == pytest.approx(one[name], rel=1e-3), (name, one["step"])
+    expected, logs = torch.load(places[0] / "weights.pt"), json.loads((places[0] / "logs.json").read_text())
+    for place in places[1:]:
+        assert_close(torch.load(place / "weights.pt"), expected, rtol=1e-4, atol=1e-5)
+        for two, one in zip(json.loads((place / "logs.json").read_text()), logs, strict=True):
+            for name in set(one) & {"loss", "accuracy_1", "accuracy_3", "tau", "eval_accuracy_1", "eval_tau"}:
+                assert two[name] == pytest.approx(one[name], rel=1e-3), (place.name, name, one["step"])

@@ -80,8 +80,8 @@ def load_target(name: str, dtype: str, loading: Loading) -> "tuple[PreTrainedMod
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ForedraftError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
     logging.disable_progress_bar()
-    tokenizer, model = load.load_tokenizer(name, loading), load.load_target(name, dtype, loading)
-    return load.place(model, "cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    tokenizer = load.load_tokenizer(name, loading)
+    return load.load_target(name, dtype, loading, "cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
 def load_draft_for(path: Path, target: Any) -> "BaseDraft":

@@ -22,6 +22,7 @@ from ..files.tensor_names import TARGET_HEAD
 from ..registry import default_registry
 from ..target.pairing import describe_target
 from ..target.target import Target
+from ..target.weights import matrix_of
 from .attention import GroupedQueryAttention
 from .config import set_mask_token, versions
 from .layer import DraftLayer
@@ -250,7 +251,7 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         Raises `ForedraftError` if its width or vocabulary is not the draft's.
         """
         model = target.model if isinstance(target, Target) else target
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding, head = (matrix_of(m, model.dtype) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
         if embedding.shape != self.embed_tokens.weight.shape:
             raise ForedraftError(
                 f"the target's embedding is {tuple(embedding.shape)}, the draft's {tuple(self.embed_tokens.weight.shape)}: "

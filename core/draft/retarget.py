@@ -11,6 +11,7 @@ from ..contracts.aux_layers import check_aux_layers
 from ..contracts.draft import DraftModel
 from ..errors import ForedraftError
 from ..target.pairing import describe_target, remember
+from ..target.weights import matrix_of
 from .config import set_mask_token
 from .start import note_coverage
 from .vocabulary import choose_mask_token, choose_vocabulary, count_all, count_tokens
@@ -39,7 +40,7 @@ def retarget(draft: DraftModel, model: PreTrainedModel, rows: Iterable[dict[str,
     if config.has_reduced_vocabulary and counts_V is not None:
         told.append(note_coverage(draft, counts_V))
     if rows is not None and config.spec.mask_token and int(count_all(rows, vocab_size)[config.mask_token_id]):
-        set_mask_token(config, choose_mask_token(rows, model.get_input_embeddings().weight))
+        set_mask_token(config, choose_mask_token(rows, matrix_of(model.get_input_embeddings())))
         told.append(f"mask token {config.mask_token_id}, as the rows use the old one")
     config.update(draft.algorithm.engine_fields(config))
     return "; ".join(told)
@@ -82,7 +83,7 @@ def _vocabulary(draft: DraftModel, vocab_size: int, counts_V: Tensor | None, siz
 
 def _embed(draft: DraftModel, old_VD: Tensor, model: PreTrainedModel) -> str:
     """The target's embedding, unless the draft has one of its own: then the target's for new tokens alone."""
-    weight, theirs_VT = draft.embed_tokens.weight, model.get_input_embeddings().weight
+    weight, theirs_VT = draft.embed_tokens.weight, matrix_of(model.get_input_embeddings())
     own = bool(draft.config.foredraft.get("own_embedding")) or weight.shape[1] != theirs_VT.shape[1]
     kept = min(len(old_VD), len(weight)) if own else 0
     if kept < len(weight):
@@ -96,7 +97,7 @@ def _head(draft: DraftModel, old_WD: Tensor, old_W: Tensor, ids_W: Tensor, model
     """The draft's row of every token that it knew, the target's of the others."""
     place_W = torch.searchsorted(old_W, ids_W).clamp(max=len(old_W) - 1)
     known_W = old_W[place_W] == ids_W
-    weight, theirs_VT = draft.lm_head.weight, model.get_output_embeddings().weight
+    weight, theirs_VT = draft.lm_head.weight, matrix_of(model.get_output_embeddings(), model.dtype)
     if not bool(known_W.all()):
         _check_width(draft, theirs_VT)
         weight[~known_W] = theirs_VT[ids_W[~known_W].to(theirs_VT.device)].to(weight)

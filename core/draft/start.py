@@ -10,10 +10,9 @@ from ..contracts.draft import DraftModel
 from ..target.capture import norm_scale
 from ..target.pairing import remember
 from ..target.target import Target
+from ..target.weights import FLOATS, matrix_of, own_tensors
 from .config import set_mask_token
 from .vocabulary import choose_mask_token, choose_vocabulary, count_tokens, coverage
-
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def start(draft: DraftModel, target: Target, rows: Iterable[dict[str, Any]] | None) -> str:
@@ -36,26 +35,16 @@ def start(draft: DraftModel, target: Target, rows: Iterable[dict[str, Any]] | No
 
 def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
     """A decoder layer's parameters and saved buffers: norms by what they multiply, quantised projections as the matrices they stand for."""
-    weights = layer.state_dict()
+    weights: dict[str, Tensor] = {}
+    dtype = next((p.dtype for p in layer.parameters() if p.dtype in FLOATS), torch.float32)
     for name, module in layer.named_modules():
-        weight: Any = getattr(module, "weight", None)
-        if "Norm" in type(module).__name__ and getattr(weight, "ndim", 0) == 1:
-            weights[f"{name}.weight"] = norm_scale(module)
-        elif hasattr(module, "in_features") and not _is_matrix(weight):
-            weights[f"{name}.weight"] = _asked(module, next((p.dtype for p in layer.parameters() if p.dtype in FLOATS), torch.float32))
+        own = own_tensors(module)
+        if "Norm" in type(module).__name__ and getattr(own.get("weight"), "ndim", 0) == 1:
+            own["weight"] = norm_scale(module)
+        elif hasattr(module, "in_features"):
+            own["weight"] = matrix_of(module, dtype)
+        weights |= {f"{name}.{key}": tensor for key, tensor in own.items()}
     return weights
-
-
-def _is_matrix(weight: Any) -> bool:
-    """Whether a projection keeps its weight as it is: quantisers keep integers, subclasses of Tensor, or parts under other names."""
-    return type(weight) in (Tensor, nn.Parameter) and weight.dtype in FLOATS and not weight.is_meta
-
-
-def _asked(projection: Any, dtype: torch.dtype) -> Tensor:
-    """The matrix [out, in] by which any projection multiplies, however it is stored: what it makes of the identity, less its bias."""
-    device = next((t.device for t in (*projection.parameters(), *projection.buffers()) if not t.is_meta), None)
-    eye = torch.eye(projection.in_features, dtype=dtype, device=device)
-    return (projection(eye) - projection(torch.zeros_like(eye[:1]))).T
 
 
 def note_coverage(draft: DraftModel, counts_V: Tensor) -> str:

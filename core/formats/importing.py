@@ -25,6 +25,7 @@ from ..files.tensor_names import TARGET_HEAD
 from ..files.writing import check_new
 from ..registry import Registry, default_registry
 from ..target.loading import load_config, load_target
+from ..target.weights import matrix_of
 from .content import Content, recognise
 from .fields import DraftFields
 
@@ -247,7 +248,7 @@ class _Import:
                 continue
             embeds = name == "embed_tokens.weight"
             module = self.target_model.get_input_embeddings() if embeds else self.target_model.get_output_embeddings()
-            theirs = module.weight.detach() if embeds else module.weight.detach()[ids_W]
+            theirs = matrix_of(module) if embeds else matrix_of(module, self.target_model.dtype)[ids_W]
             if tuple(theirs.shape) != shapes[name]:
                 raise ForedraftError(f"the file has no {name}, and the target's is {tuple(theirs.shape)}, expected {shapes[name]}")
             if not target_head:

@@ -16,6 +16,7 @@ from ..contracts.signal import Signal
 from ..errors import ForedraftError
 from .pairing import describe_target
 from .target import Target
+from .weights import is_sharded, own_tensors, parts_of
 
 NAMES = {"aux": "aux", "final": "hidden"}
 """The tensors of a file by what is needed: aux states [S, A], hidden states [S, T]."""
@@ -30,6 +31,10 @@ class CachedTarget(Target):
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], directory: str | Path, needs: Sequence[str] = ("aux", "final")):
         super().__init__(model, aux_layers, needs)
+        if is_sharded(model):
+            raise ForedraftError(
+                "hidden_states_cache: ranks that share a target run it together, and would find different rows missing: leave it out"
+            )
         self._names = [name for need, name in NAMES.items() if need in needs]
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -87,4 +92,5 @@ def _write(file: Path, row: dict[str, Tensor]) -> None:
 
 def _sample(model: PreTrainedModel) -> bytes:
     """Some 64 values of every parameter: a target trained further is another target, whatever its name."""
-    return b"".join(p.detach().flatten()[:: max(1, p.numel() // 64)].float().cpu().numpy().tobytes() for p in model.parameters())
+    tensors = (tensor for module in model.modules() for name, tensor in own_tensors(module).items() if name in module._parameters)
+    return b"".join(part.flatten()[:: max(1, part.numel() // 64)].float().cpu().numpy().tobytes() for t in tensors for part in parts_of(t))

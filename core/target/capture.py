@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import ForedraftError
+from .weights import home_of, own_tensors
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -28,7 +29,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 @torch.no_grad()
 def norm_scale(norm: nn.Module) -> Tensor:
     """What a norm multiplies each normed feature by, [D]; asked of the norm itself, since Gemma's keep it less one."""
-    weight: Any = norm.weight
+    weight = own_tensors(norm)["weight"]
     signs = torch.ones_like(weight)
     signs[1::2] = -1
     loud = 4096 * signs  # RMS and deviation are a power of two that drowns epsilon; a mean is 0, a bias drops out below
@@ -36,22 +37,23 @@ def norm_scale(norm: nn.Module) -> Tensor:
 
 
 class AuxCapture:
-    """While open, remembers what the aux layers put out in the latest forward.
+    """While open, remembers what the aux layers put out in the latest forward, side by side, on one device.
 
     By hooks on the decoder layers: transformers' list form of `output_hidden_states` counts layer outputs in 5.18 and
     `hidden_states` entries in 5.23, without a word, and it clashes with a user's own `output_hidden_states=True`.
     """
 
-    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]):
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], device: torch.device | None = None):
         layers = decoder_layers(model)
-        self._device = model.device
-        self._layers = {i: layers[i - 1] for i in aux_layers}
-        self._states: dict[int, Tensor] = {}
+        self._device = device or home_of(model)
+        self._layers = [layers[i - 1] for i in aux_layers]
         self._hooks: list[Any] = []
+        self.aux_BSA = torch.empty(0)
+        """The concatenated aux states of the latest forward, on `device`, or where the model reads its ids."""
 
     def __enter__(self) -> "AuxCapture":
-        for i, layer in self._layers.items():
-            self._hooks.append(layer.register_forward_hook(partial(self._keep, i)))
+        for place, layer in enumerate(self._layers):
+            self._hooks.append(layer.register_forward_hook(partial(self._keep, place)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,10 +61,10 @@ class AuxCapture:
             hook.remove()
         self._hooks.clear()
 
-    @property
-    def aux_BSA(self) -> Tensor:
-        """The concatenated aux states of the latest forward, on the device that the model reads its ids on."""
-        return torch.cat([self._states[i].to(self._device) for i in self._layers], dim=-1)
-
-    def _keep(self, i: int, module: Any, arguments: Any, output: Any) -> None:
-        self._states[i] = output[0] if isinstance(output, tuple | list) else output
+    def _keep(self, place: int, module: Any, arguments: Any, output: Any) -> None:
+        """Into its place at once: the layers' own outputs would be held beside their concatenation."""
+        states = output[0] if isinstance(output, tuple | list) else output
+        *shape, width = states.shape
+        if place == 0:
+            self.aux_BSA = states.new_empty(*shape, len(self._layers) * width, device=self._device)
+        self.aux_BSA[..., place * width : (place + 1) * width] = states

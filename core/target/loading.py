@@ -6,13 +6,16 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed import DistributedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import find_adapter_config_file
 
 from ..contracts.loading import PLAIN, Loading, Rendering, Repository
 from ..data import with_template
 from ..errors import ForedraftError
 from ..registry import default_registry
+from .weights import is_settled
 
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 
@@ -43,12 +46,19 @@ def load_tokenizer(name: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBa
     return with_template(tokenizer, loading.chat_template, loading.template_kwargs) if isinstance(loading, Rendering) else tokenizer
 
 
-def load_target(name: str, dtype: str, loading: Loading = PLAIN) -> PreTrainedModel:
-    """The target in a directory or on the hub, on the CPU unless a device map says where. Raises `ForedraftError` if it is not there."""
+def load_target(name: str, dtype: str, loading: Loading = PLAIN, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """The target in a directory or on the hub, on `device` unless `loading` says where. Raises `ForedraftError` if it is not there."""
     load_config(name, loading)
+    how = dict(loading.model)
+    if torch.device(device).type != "cpu" and not {"device_map", "tp_plan"} & how.keys():
+        how["device_map"] = {"": torch.device(device)}  # read straight to it, not by way of the host's memory
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **loading.model)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        if plan := how.pop("tp_plan", None):
+            how["distributed_config"] = DistributedConfig(tp_plan=plan)
+        if quantization := how.pop("quantization", None):
+            how["quantization_config"] = AutoQuantizationConfig.from_dict(dict(quantization))
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **how)
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
         raise ForedraftError(f"target '{name}' could not be loaded: {error}") from error
     if loading.device_map is not None and not hasattr(model, "hf_device_map"):  # transformers notes a map of several devices alone
         model.hf_device_map = {"": model.device}
@@ -56,8 +66,8 @@ def load_target(name: str, dtype: str, loading: Loading = PLAIN) -> PreTrainedMo
 
 
 def place(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
-    """`model` on `device`, unless a device map has put its parts where they belong."""
-    return model if hasattr(model, "hf_device_map") else model.to(device)
+    """`model` on `device`, unless its parts were put where they belong when it was loaded (`is_settled`)."""
+    return model if is_settled(model) else model.to(device)
 
 
 def _check_there(name: str) -> None:

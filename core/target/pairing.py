@@ -18,6 +18,7 @@ from ..contracts.loading import PLAIN, Repository
 from ..errors import ForedraftError
 from ..files.reading import read_json
 from .loading import load_config
+from .weights import is_plain, own_tensors
 
 SAMPLED = 8, 4
 """Rows, and numbers of each, that a draft remembers of its target's embedding and head."""
@@ -93,9 +94,9 @@ def sample_of(model: PreTrainedModel) -> dict[str, str]:
     """A few numbers of a target's embedding and head, by the tensor; without those that are quantised or have no storage."""
     found = {}
     for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point() and not weight.is_meta:
-            found[name] = _numbers(weight.detach().__getitem__, tuple(weight.shape))
+        weight = own_tensors(module).get("weight") if module is not None else None
+        if weight is not None and is_plain(weight) and weight.ndim == 2 and not weight.is_meta:
+            found[name] = _numbers(weight.__getitem__, tuple(weight.shape))
     return found
 
 

@@ -13,6 +13,8 @@ from ..contracts.draft import Batch
 from ..contracts.signal import Signal
 from ..errors import ForedraftError
 from .capture import AuxCapture, decoder_layers, decoder_of, norm_scale
+from .sharing import in_turn
+from .weights import home_of, is_sharded, matrix_of, own_tensors, runs_on
 
 # Config fields that a family divides its logits by.
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
@@ -36,6 +38,8 @@ class Target:
         for divisor in DIVISORS:
             self._multiplier /= getattr(text, divisor, None) or 1.0
         self._soft_cap: float | None = getattr(text, "final_logit_softcapping", None)
+        self._vocabulary = text.vocab_size
+        self._gathered: dict[str, Tensor] = {}
         self._check_head()
         self._packs = self._keeps_documents_apart()
 
@@ -46,13 +50,13 @@ class Target:
 
     @property
     def embedding_weight(self) -> Tensor:
-        """[V, T]."""
-        return self.model.get_input_embeddings().weight
+        """[V, T], whole, where the target keeps it."""
+        return matrix_of(self.model.get_input_embeddings(), self.model.dtype)
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, T]."""
-        return self.model.get_output_embeddings().weight
+        """[V, T], whole, where the target keeps it; of a quantised head what it multiplies by."""
+        return matrix_of(self.model.get_output_embeddings(), self.model.dtype)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -64,52 +68,74 @@ class Target:
         """The parameters of the final norm by name, each [T]; its weight is what it multiplies features by."""
         norms = [m for m in self.decoder.children() if getattr(getattr(m, "weight", None), "ndim", 0) == 1]
         last = norms[-1:]  # the last one: some have another behind their embedding
-        return {**last[0].state_dict(), "weight": norm_scale(last[0])} if last else {}
+        return {**own_tensors(last[0]), "weight": norm_scale(last[0])} if last else {}
 
+    @torch.no_grad()
     def head(self, hidden_NT: Tensor) -> Tensor:
-        """Logits of post-norm hidden states, float32."""
-        head = self.model.get_output_embeddings()
-        weight, bias = head.weight, head.bias
-        with torch.autocast(weight.device.type, enabled=False):  # the target keeps its own precision inside a draft's autocast
-            logits = F.linear(hidden_NT.to(weight.device, weight.dtype), weight, bias).to(hidden_NT.device).float() * self._multiplier
-        return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
+        """Logits of post-norm hidden states, float32, on the states' device.
+
+        By the target's own module, whose hooks fetch what is offloaded. One that is shared among ranks is gathered once: they ask it
+        of different rows.
+        """
+        head: Any = self.model.get_output_embeddings()
+        with torch.autocast(runs_on(head).type, enabled=False):  # the target keeps its own precision inside a draft's autocast
+            if is_sharded(head):
+                self._gathered = self._gathered or own_tensors(head)
+                weight_VT = self._gathered["weight"]
+                logits_NV = F.linear(hidden_NT.to(weight_VT), weight_VT, self._gathered.get("bias"))
+            else:
+                logits_NV = head(hidden_NT.to(runs_on(head), self.model.dtype))
+            logits_NV = logits_NV.to(hidden_NT.device).float() * self._multiplier
+        return logits_NV if self._soft_cap is None else torch.tanh(logits_NV / self._soft_cap) * self._soft_cap
 
     @torch.no_grad()
     def capture(self, batch: Batch) -> Signal:
         """Run the target over a packed batch; documents do not see each other.
 
+        What it says comes to the batch's device, wherever its own parts are. Ranks that share the target run it over the batch of
+        each in turn, and each keeps its own.
+        """
+        device, shape = batch["input_ids"].device, batch["input_ids"].shape
+        wanted = {name: batch[name] for name in ("input_ids", "positions")}
+        for part, own in in_turn(self.model, wanted):
+            states = self._states(part, device)
+            if own:
+                kept = (s if need in self.needs else s[..., :0] for need, s in zip(("aux", "final"), states, strict=True))
+                aux_BSA, hidden_BST = (s.reshape(*shape, s.shape[-1]).to(device) for s in kept)
+        return Signal(aux_BSA, hidden_BST, self.head)
+
+    def _states(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Aux states, on `device`, and final states of a batch; both [.., .., width], rows and documents in the batch's order.
+
         transformers tells documents apart by positions that restart (no attention mask given); its flash attention does so
         for a single row only, so there the batch becomes one. Families that don't (ALiBi, recurrent layers) see a document a row.
-        What it says comes back to the batch's device, wherever its own parts are.
         """
-        device = self.model.device
-        ids_BS, positions_BS = batch["input_ids"].to(device), batch["positions"].to(device)
-        with AuxCapture(self.model, self.aux_layers) as captured, torch.autocast(ids_BS.device.type, enabled=False):
+        home = home_of(self.model)
+        ids_BS, positions_BS = (batch[name].to(home, non_blocking=True) for name in ("input_ids", "positions"))
+        with AuxCapture(self.model, self.aux_layers, device) as captured, torch.autocast(home.type, enabled=False):
             if self._packs:
                 shape = (1, -1) if "flash" in str(self.model.config._attn_implementation) else ids_BS.shape
                 out = self.decoder(input_ids=ids_BS.view(shape), position_ids=positions_BS.view(shape), use_cache=False)
-                states = captured.aux_BSA, out.last_hidden_state
-            else:
-                # Padded behind: nothing looks ahead, so no mask is needed.
-                number, offset = (positions_BS == 0).flatten().cumsum(0) - 1, positions_BS.flatten()
-                ids_NL = ids_BS.new_zeros(int(number[-1]) + 1, int(offset.max()) + 1)
-                ids_NL[number, offset] = ids_BS.flatten()
-                out = self.decoder(input_ids=ids_NL, use_cache=False)
-                states = captured.aux_BSA[number, offset], out.last_hidden_state[number, offset]
-        kept = (s if need in self.needs else s[..., :0] for need, s in zip(("aux", "final"), states, strict=True))
-        aux_BSA, hidden_BST = (s.reshape(*ids_BS.shape, s.shape[-1]).to(batch["input_ids"].device) for s in kept)
-        return Signal(aux_BSA, hidden_BST, self.head)
+                return captured.aux_BSA, out.last_hidden_state
+            # Padded behind: nothing looks ahead, so no mask is needed.
+            number, offset = (positions_BS == 0).flatten().cumsum(0) - 1, positions_BS.flatten()
+            ids_NL = ids_BS.new_zeros(int(number[-1]) + 1, int(offset.max()) + 1)
+            ids_NL[number, offset] = ids_BS.flatten()
+            out = self.decoder(input_ids=ids_NL, use_cache=False)
+            at = number.to(device), offset.to(device)
+            return captured.aux_BSA[at], out.last_hidden_state[number, offset]
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        if self.embedding_weight.is_meta or self.head_weight.is_meta:
-            raise ForedraftError(
-                "the target's embedding or head is offloaded, and drafts read both: keep them on a device, by device_map or more memory"
-            )
-        ids = torch.arange(1, 5, device=self.model.device)[None] % self.embedding_weight.shape[0]
-        with torch.autocast(ids.device.type, enabled=False):
-            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
-            ours = self.head(self.decoder(input_ids=ids, use_cache=False).last_hidden_state).to(theirs.device)
+        """In one forward, where the target lives: whether its logits are the head's of its final states."""
+        ids, final = torch.arange(1, 5, device=home_of(self.model))[None] % self._vocabulary, []
+        seen = self.decoder.register_forward_hook(lambda module, given, out: final.append(out[0]))
+        try:
+            with torch.autocast(ids.device.type, enabled=False):
+                theirs = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        finally:
+            seen.remove()
+        ours = self.head(final[0][0].to(theirs.device))
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
             raise ForedraftError(
                 f"the head of {type(self.model).__name__} is not understood: final hidden state × head differs from its logits by up to "
@@ -119,7 +145,7 @@ class Target:
     @torch.no_grad()
     def _keeps_documents_apart(self) -> bool:
         """Whether positions that restart start a document: a document that comes twice then gets the same states twice."""
-        ids_12 = torch.arange(1, 5, device=self.model.device).repeat(2)[None] % self.embedding_weight.shape[0]
+        ids_12 = torch.arange(1, 5, device=home_of(self.model)).repeat(2)[None] % self._vocabulary
         positions_12 = torch.arange(4, device=ids_12.device).repeat(2)[None]
         try:
             with torch.autocast(ids_12.device.type, enabled=False):

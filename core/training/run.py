@@ -61,7 +61,7 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
         print(f"resuming from {newest}", flush=True)
         for key, was, now in before["length"]:
             print(f"{key} was {was}, is {now}: from here the learning rate is that of a run of this length", flush=True)
-    model = load_target(config.target, config.target_dtype, config)
+    model = load_target(config.target, config.target_dtype, config, arguments.device)
     set_seed(arguments.seed)
     draft = begun or _fresh(config, model.config)
     for text in () if begun else draft.assumed(model.config.get_text_config()):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from ..contracts.loading import Rendering
 from ..contracts.options import Frozen
@@ -35,7 +35,9 @@ class DataConfig(Frozen):
 class RunConfig(Rendering):
     """A whole training run; what it inherits says how its target is loaded."""
 
-    target: str = Field(description="directory or hub id of the target")
+    target: str = Field(
+        description="directory or hub id of the target, or a mapping: its `name`, `dtype`, and any of the keys that say how it is loaded"
+    )
     output_dir: str = Field(description="checkpoints, the finished draft (draft/), training.json and training.png go here")
     data: DataConfig
     eval_data: Annotated[list[str], Field(min_length=1)] | str | None = Field(
@@ -61,6 +63,20 @@ class RunConfig(Rendering):
     )
     resume: bool = Field(True, description="continue from the newest complete checkpoint in output_dir")
     training: dict[str, Any] = Field({}, description="fields of transformers.TrainingArguments")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spread(cls, fields: Any) -> Any:
+        """What a target's mapping says, under the run's own keys."""
+        target = fields.get("target") if isinstance(fields, Mapping) else None
+        if not isinstance(target, Mapping):
+            return fields
+        own = {"name": "target", "dtype": "target_dtype", **{name: name for name in Rendering.model_fields}}
+        said = {own.get(key, f"target.{key}"): value for key, value in target.items()}
+        twice = [f"{key} is said beside the target, and in it: leave one out" for key in said if key in fields and key != "target"]
+        if twice:
+            raise ForedraftError("\n  ".join(twice))
+        return {**{key: value for key, value in fields.items() if key != "target"}, **said}
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "RunConfig":
@@ -91,7 +107,8 @@ class RunConfig(Rendering):
         try:
             config = cls.model_validate(fields)
         except ValidationError as error:
-            known = {**cls.model_fields, **{f"data.{k}": v for k, v in DataConfig.model_fields.items()}}
+            within = {"data": DataConfig.model_fields, "target": ("name", "dtype", *Rendering.model_fields)}
+            known = dict.fromkeys([*cls.model_fields, *(f"{key}.{k}" for key, names in within.items() for k in names)])
             problems.append(describe_validation(error, known))
         training = fields.get("training")
         training = training if isinstance(training, dict) else {}

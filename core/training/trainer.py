@@ -89,8 +89,9 @@ class DraftTrainer(Trainer):
             raise ForedraftError(
                 f"{args.n_gpu} GPUs in one process: start one process per GPU, `torchrun --nproc-per-node {args.n_gpu} ...`"
             )
-        check_pair(target.model if isinstance(target, Target) else target, model)
-        self.target = target if isinstance(target, Target) else Target(target, model.config.aux_layers, model.algorithm.needs)
+        own = place(target.model if isinstance(target, Target) else target, args.device)  # before it is tried
+        check_pair(own, model)
+        self.target = target if isinstance(target, Target) else Target(own, model.config.aux_layers, model.algorithm.needs)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(kwargs.get(name), model.config.vocab_size, name)
         remember(model.config, self.target.model)
@@ -98,7 +99,6 @@ class DraftTrainer(Trainer):
         self._bad_rows: Tensor | None = None
         kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed))
         super().__init__(model=model, args=args, **kwargs)
-        place(self.target.model, self.args.device)
         # The loss divides by counts of the whole accumulated batch (see _get_num_items_in_batch), so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self._stop = StopOnSignal(self.accelerator)
