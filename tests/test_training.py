@@ -121,7 +121,7 @@ def test_no_bar_where_none_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixtu
     trained(tmp_path, max_steps=1, disable_tqdm=disabled)
     out, err = capsys.readouterr()
     assert "step 1 of 1: loss" in out + err
-    assert "trained to step 1 in 0 s" in out + err
+    assert re.search(r"trained to step 1 in \d+ s", out + err)
     assert "train_runtime" not in out + err
     assert "τ≈" in out + err
     assert ("1/1" in err) is not disabled

@@ -22,9 +22,8 @@ class DraftLayer(nn.Module):
         self.self_attn = draft.make_attention(layer, input_size)
         self.post_attention_layernorm = draft.make_norm(width)
         self.mlp = draft.make_mlp(layer)
-        self._gradient_checkpointing_func: Any = None
         self.gradient_checkpointing = False
-        """transformers' switch. The feed-forward half is recomputed; attention's keys and values are kept for later steps anyway."""
+        """transformers' switch, see `recomputed`."""
 
     def attend(
         self, hidden_BQD: Tensor, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | int | None
@@ -34,11 +33,6 @@ class DraftLayer(nn.Module):
         x is normed already, by whoever puts it together of several parts.
         """
         hidden_BQD = hidden_BQD + self.self_attn(x_BSX, rotary, pattern, cache, rows)
-        if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(self._feed_forward, hidden_BQD)
-        return self._feed_forward(hidden_BQD)
-
-    def _feed_forward(self, hidden_BQD: Tensor) -> Tensor:
         return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
 
 

@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..contracts.draft import DraftModel, KeyValueCache, Layout
-from .attention.geometry import take_rows
+from ..contracts.draft import DraftModel, KeyValueCache, Layout, Pattern
+from .attention.geometry import Rotary, take_rows
 from .layer import take_over
+from .recompute import recomputed
+
+Rows = Tensor | int | None
 
 
 class _Stack:
@@ -94,18 +98,24 @@ class Fused(_Stack):
     def backbone(self, draft: DraftModel, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
         """Output at `layout.rows`, [B, Q', D]; embedding and context are those of the same inputs."""
         rotary, hidden_BQD = draft.rotary_emb(embeds_BQD, layout.positions), context_BSD
-        layer: Any
         for i, layer in enumerate(draft.layers):
             # The layers below the last work on every input: the next one needs its keys and values.
             rows = layout.rows if i == len(draft.layers) - 1 else None
-            x = layer.input_layernorm(hidden_BQD if i else embeds_BQD)
-            if i == 0:
-                normed_BQD = layer.hidden_norm(hidden_BQD)
-                x = torch.cat([x, normed_BQD], dim=-1)
-                hidden_BQD = normed_BQD if self.norm_before_residual else hidden_BQD
-            hidden_BQD = layer.attend(take_rows(hidden_BQD, rows), x, rotary, layout.pattern, cache, rows)
+            run = partial(self._layer, layer, rotary, layout.pattern, rows)
+            inputs = (hidden_BQD,) if i else (hidden_BQD, embeds_BQD)
+            hidden_BQD = recomputed(layer, run, *inputs, cache=cache)
         hidden_BQD = hidden_BQD if len(draft.layers) else take_rows(hidden_BQD, layout.rows)
         return draft.norm(hidden_BQD) if self.norm_output else hidden_BQD
+
+    def _layer(self, layer: Any, rotary: Rotary, pattern: Pattern, rows: Rows, hidden_BQD: Tensor, *rest: Any) -> Tensor:
+        """A layer's output; `rest` are the embeddings, which the first layer reads too, and the cache."""
+        *embeds, cache = rest
+        x = layer.input_layernorm(*(embeds or [hidden_BQD]))
+        if embeds:
+            normed_BQD = layer.hidden_norm(hidden_BQD)
+            x = torch.cat([x, normed_BQD], dim=-1)
+            hidden_BQD = normed_BQD if self.norm_before_residual else hidden_BQD
+        return layer.attend(take_rows(hidden_BQD, rows), x, rotary, pattern, cache, rows)
 
     def head_input(self, draft: DraftModel, hidden_BQD: Tensor) -> Tensor:
         """See `Wiring`."""
@@ -148,11 +158,15 @@ class Prefix(_Stack):
     def backbone(self, draft: DraftModel, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
         """Output at `layout.rows`, [B, Q', D]. The inputs are the context's S, then the embeddings' Q."""
         rotary, hidden_BQD = draft.rotary_emb(embeds_BQD, layout.positions), embeds_BQD
-        layer: Any
         for i, layer in enumerate(draft.layers):
             # The layers below the last work on every embedding: the next one needs its keys and values.
             rows = layout.rows if layout.rows is not None and i == len(draft.layers) - 1 else embeds_BQD.shape[1]
-            x_BSD = torch.cat([context_BSD, layer.input_layernorm(hidden_BQD)], dim=1)
-            own = rows if isinstance(rows, int) else rows - context_BSD.shape[1]
-            hidden_BQD = layer.attend(take_rows(hidden_BQD, own), x_BSD, rotary, layout.pattern, cache, rows)
+            hidden_BQD = recomputed(layer, partial(self._layer, layer, rotary, layout.pattern, rows), hidden_BQD, context_BSD, cache=cache)
         return hidden_BQD
+
+    def _layer(
+        self, layer: Any, rotary: Rotary, pattern: Pattern, rows: Rows, hidden_BQD: Tensor, context_BSD: Tensor, cache: KeyValueCache | None
+    ) -> Tensor:
+        x_BSD = torch.cat([context_BSD, layer.input_layernorm(hidden_BQD)], dim=1)
+        own = rows if isinstance(rows, int) or rows is None else rows - context_BSD.shape[1]
+        return layer.attend(take_rows(hidden_BQD, own), x_BSD, rotary, pattern, cache, rows)

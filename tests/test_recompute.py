@@ -1,0 +1,43 @@
+"""What layers hold for their backward pass: the numbers of plain autograd."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_draft, tiny_target
+from torch import nn
+
+from foredraft import Target
+from foredraft.draft.recompute import recomputed
+from foredraft.testing.tiny import gradients, tiny_batch, tiny_rows
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("eagle3", {"ttt_steps": 3, "num_layers": 2}), ("eagle31", {"ttt_steps": 2}), ("peagle", {}), ("dflash", {"num_layers": 2})],
+)
+def test_training_gives_the_gradients_of_plain_autograd(algorithm: str, options: dict[str, Any], half: bool) -> None:
+    model = tiny_target(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, attention_bias=True)
+    draft = tiny_draft(model, algorithm, **options)
+    batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaaaubbbbbb", "uaaaaa"], ["uuuaaaaaaaaaaaa"]]))
+    signal = Target(model, draft.config.aux_layers, draft.algorithm.needs).capture(batch)
+    found, losses = [], []
+    for prepare in (draft.eval, draft.train, draft.gradient_checkpointing_enable):
+        prepare()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = draft(batch, signal)["loss"]
+        loss.backward()
+        losses.append(loss.item())
+        found.append(gradients(draft))
+    assert losses[0] == losses[1] == losses[2]
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=0, atol=0 if not half else 1e-2, msg=name)
+        torch.testing.assert_close(found[2][name], grad, rtol=0, atol=1e-6 if not half else 1e-2, msg=name)
+
+
+def test_a_product_that_is_changed_in_place_is_told() -> None:
+    layer = nn.Linear(4, 4, bias=False).train()
+    out = recomputed(layer, lambda x, cache: layer(x).exp_().sin(), torch.ones(2, 4), cache=None)
+    with pytest.raises(RuntimeError, match="in place"):
+        out.sum().backward()
