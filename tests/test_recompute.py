@@ -8,6 +8,7 @@ from tiny import tiny_draft, tiny_target
 from torch import nn
 
 from foredraft import Target
+from foredraft.draft.attention.kernels import FlashCPU
 from foredraft.draft.recompute import recomputed
 from foredraft.testing.tiny import gradients, tiny_batch, tiny_rows
 
@@ -41,3 +42,18 @@ def test_a_product_that_is_changed_in_place_is_told() -> None:
     out = recomputed(layer, lambda x, cache: layer(x).exp_().sin(), torch.ones(2, 4), cache=None)
     with pytest.raises(RuntimeError, match="in place"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("switch", [False, True], ids=["products", "layer"])
+def test_attention_runs_once_a_step(switch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target()
+    draft = tiny_draft(model, ttt_steps=3, num_layers=2)
+    draft.train()
+    if switch:
+        draft.gradient_checkpointing_enable()
+    batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaaaubbbbbb"]]))
+    ran: list[int] = []
+    forward = FlashCPU.forward
+    monkeypatch.setattr(FlashCPU, "forward", staticmethod(lambda *a: (ran.append(1), forward(*a))[1]))
+    draft(batch, Target(model, draft.config.aux_layers).capture(batch))["loss"].backward()
+    assert len(ran) == 3 * 2

@@ -10,10 +10,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ..contracts.draft import KeyValueCache
+from .attention.varlen import varlen
 
 aten: Any = torch.ops.aten
 
 ATTENTION = {
+    varlen._opoverload,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
