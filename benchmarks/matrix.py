@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from foredraft import BaseDraft, DraftCollator, Target, auto_draft, generate, save_draft
 from foredraft.decoding.stats import DraftingStats
 
-VOCAB, LENGTH, DRAFTED, NEW = 48, 32, 4, 24
+VOCAB, LENGTH, DRAFTED = 48, 32, 4
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 SHAPE = {
     "vocab_size": VOCAB + 1,  # one token the text never uses stands for the unknown
     "hidden_size": 64,
@@ -107,27 +108,30 @@ def beginnings() -> Tensor:
     return chain(20_000, 8, 6, noise=0)
 
 
-def measure(model: PreTrainedModel, draft: BaseDraft, prompts: Tensor) -> tuple[float, bool]:
+@cache
+def alone(model: PreTrainedModel) -> list[Tensor]:
+    """The target's own greedy texts."""
+    return [model.generate(prompt[None], **GREEDY) for prompt in beginnings()]  # type: ignore[operator]
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, draft: BaseDraft) -> tuple[float, bool]:
     """(τ, whether every greedy output is the target's own)."""
-    stats, identical = DraftingStats(), True
-    with torch.no_grad():
-        for prompt in prompts:
-            settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
-            out = generate(model, draft, prompt[None], num_draft_tokens=DRAFTED, stats=stats, **settings)
-            identical &= torch.equal(out, model.generate(prompt[None], **settings))
-    return stats.tau, identical
+    stats = DraftingStats()
+    out = [generate(model, draft, prompt[None], num_draft_tokens=DRAFTED, stats=stats, **GREEDY) for prompt in beginnings()]
+    return stats.tau, all(map(torch.equal, out, alone(model)))
 
 
-def trained_draft(family: str, algorithm: str, steps: int = 60) -> tuple[BaseDraft, float]:
-    """The draft of a cell, trained, saved and loaded; and the fresh one's τ. What was loaded must draft as what was saved."""
-    model = trained_target(family)
+def run(family: str, algorithm: str, target_steps: int = 150, steps: int = 60) -> tuple[BaseDraft, Cell]:
+    """One cell: its draft, trained, saved and loaded, and what it gave. What was loaded must be what was saved."""
+    model = trained_target(family, target_steps)
     torch.manual_seed(0)
     name, options = ALGORITHMS[algorithm]
     draft = auto_draft(model.config, name, **options)
     target = Target(model, draft.config.aux_layers)
     rows = rows_of(chain(10_000, 8 * 16))
     draft.start_from(target, rows)
-    untrained, _ = measure(model, draft.eval(), beginnings())
+    untrained, _ = measure(model, draft.eval())
     collate = DraftCollator(draft.algorithm)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-3)
     draft.train()
@@ -139,24 +143,18 @@ def trained_draft(family: str, algorithm: str, steps: int = 60) -> tuple[BaseDra
         optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as folder:
         loaded = auto_draft(save_draft(draft.eval(), Path(folder) / "draft"))
-    saved, again = (measure(model, d, beginnings())[0] for d in (draft, loaded))
-    if saved != again:
-        raise RuntimeError(f"{family} × {algorithm}: τ {saved} before saving, {again} after loading")
-    return loaded, untrained
-
-
-def run(family: str, algorithm: str) -> Cell:
-    """One cell."""
-    draft, untrained = trained_draft(family, algorithm)
-    trained, identical = measure(trained_target(family), draft, beginnings())
-    return Cell(untrained, trained, identical, type(draft).name)
+    trained, identical = measure(model, loaded)  # which gives it the embedding and the head that its file may leave to the target
+    again = loaded.state_dict()
+    if others := [name for name, tensor in draft.state_dict().items() if not torch.equal(tensor, again[name])]:
+        raise RuntimeError(f"{family} × {algorithm}: loaded, {', '.join(others)} are not what was saved")
+    return loaded, Cell(untrained, trained, identical, type(loaded).name)
 
 
 def table() -> str:
     """Markdown: τ untrained → trained for every cell; a cell whose output is not the target's says so."""
     lines = [f"| target (adapter) | {' | '.join(ALGORITHMS)} |", "|---" * (len(ALGORITHMS) + 1) + "|"]
     for family in TARGETS:
-        cells = {algorithm: run(family, algorithm) for algorithm in ALGORITHMS}
+        cells = {algorithm: run(family, algorithm)[1] for algorithm in ALGORITHMS}
         adapters = ", ".join(sorted({f"`{cell.adapter}`" for cell in cells.values()}))
         texts = [f"{c.untrained:.2f} → {c.trained:.2f}{'' if c.identical else ' (output differs!)'}" for c in cells.values()]
         lines.append(f"| {family} ({adapters}) | {' | '.join(texts)} |")

@@ -90,7 +90,7 @@ class TestGreedy:
         eos_after=st.one_of(st.none(), st.integers(0, 16)),
     )
     @example(seed=0, prompt=[5], k=6, size=12, layers=2, norms=(True, True), new=17, eos_after=0)
-    @settings(max_examples=80, deadline=None, derandomize=True)
+    @settings(max_examples=40, deadline=None, derandomize=True)
     def test_is_the_targets_own(
         self, seed: int, prompt: list[int], k: int, size: int | None, layers: int, norms: tuple[bool, bool], new: int, eos_after: int | None
     ) -> None:
@@ -110,11 +110,11 @@ class TestGreedy:
 
     @pytest.mark.parametrize("k", range(1, 7))
     def test_what_is_accepted(self, pair: tuple[Any, Any], k: int) -> None:
-        """With drafts that are right: every length, so that the limit falls on every place of an accepted chain."""
+        """With drafts that are right: many lengths, so that the limit falls on every place of an accepted chain."""
         target, draft = pair
         stats = DraftingStats()
         expected = plain(target, PROMPT)
-        for new in range(1, 21):
+        for new in (*range(1, 10), 20):
             ours = drafted(target, draft, PROMPT, max_new_tokens=new, num_draft_tokens=k, stats=stats)
             assert ours.tolist() == expected[:, : 2 + new].tolist()
         assert sum(stats.accepted) > 0.4 * sum(stats.drafted) > 0
@@ -124,9 +124,9 @@ class TestGreedy:
     def test_what_is_accepted_and_what_is_not(self, pair: tuple[Any, Any]) -> None:
         target, draft = pair
         stats = DraftingStats()
-        for i in range(10):
-            ids = torch.tensor([[3 * i + 1, i + 2]])
-            assert drafted(target, draft, ids, num_draft_tokens=i % 6 + 1, stats=stats).tolist() == plain(target, ids).tolist()
+        for i in range(5):
+            ids = torch.tensor([[6 * i + 1, 2 * i + 2]])
+            assert drafted(target, draft, ids, num_draft_tokens=i + 1, stats=stats).tolist() == plain(target, ids).tolist()
         assert 0.2 < stats.acceptance[0] < 1
 
     @pytest.mark.parametrize("tree", SHAPES)
@@ -326,8 +326,7 @@ class TestSampling:
         chi_square = float(((observed - expected) ** 2 / expected.clamp(min=1e-9)).sum())
         assert p_value(chi_square, len(expected) - 1) > 1e-3
 
-    @pytest.mark.parametrize("k", [1, 4])
-    @pytest.mark.parametrize("name", SETTINGS)
+    @pytest.mark.parametrize(("name", "k"), zip(SETTINGS, (4, 1, 4, 2), strict=True))
     def test_conditional_distributions(self, name: str, k: int) -> None:
         """Long samples: F(token) under the target's exact distribution after its own prefix is uniform, token for token.
 
@@ -337,16 +336,16 @@ class TestSampling:
         kwargs, processors = self.SETTINGS[name]
         stats, values = DraftingStats(), []
         order = sampled_pair()[1].t2d.logical_not().long().argsort(stable=True)
-        for _ in range(25):
+        for _ in range(15):
             ids = torch.tensor(self.sample(k, 40, stats, **kwargs))
             p_LV = self.exact(ids, processors)[2:-1][:, order]
             at = (order == ids[3:, None]).long().argmax(-1, keepdim=True)
             assert p_LV.gather(1, at).gt(0).all()
             values.append((p_LV.cumsum(-1).gather(1, at) - p_LV.gather(1, at) * torch.rand(len(at), 1)).flatten())
-        counts = torch.histc(torch.cat(values), 20, 0, 1)
-        assert counts.sum() == 1000
+        counts = torch.histc(torch.cat(values), 12, 0, 1)
+        assert counts.sum() == 600
         assert 0.2 < stats.acceptance[0] < 0.95
-        assert p_value(float(((counts - 50) ** 2 / 50).sum()), 19) > 1e-3
+        assert p_value(float(((counts - 50) ** 2 / 50).sum()), 11) > 1e-3
 
     def test_the_same_seed_gives_the_same_sample(self) -> None:
         samples = []
@@ -454,8 +453,7 @@ class TestStopping:
         assert ours[0].tolist() == text[:8]
 
     @pytest.mark.parametrize("tree", SHAPES)
-    @pytest.mark.parametrize("length", [1, 2, 3])
-    @pytest.mark.parametrize("at", [3, 6, 9])
+    @pytest.mark.parametrize(("at", "length"), [(3, 3), (6, 1), (9, 2)])
     def test_stop_strings(self, pair: tuple[Any, Any], at: int, length: int, tree: TreeShape | None) -> None:
         target, draft = pair
         tokenizer = letter_tokenizer()

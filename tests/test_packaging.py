@@ -1,25 +1,13 @@
 """The wheel holds what the repository holds, whatever an old `build/` may contain."""
 
-import os
-import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
-from importlib import metadata
-from pathlib import Path
 
 import pytest
+from built import ROOT, built, tracked
 
-ROOT = Path(__file__).parents[1]
 FOLDERS = {"core": "foredraft", "adapters": "foredraft/adapters", "plugins": "foredraft/plugins"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-
-
-def tracked(*folders: str) -> list[str]:
-    """Files that git knows and that are there."""
-    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
 def in_package(name: str) -> str:
@@ -28,31 +16,9 @@ def in_package(name: str) -> str:
     return f"{FOLDERS[folder]}/{rest}"
 
 
-def built_with() -> list[str]:
-    """The command that builds a wheel from the current folder, without a network."""
-    installed = {d.name for d in metadata.distributions()}  # a folder called build can be imported, too
-    if "build" in installed:
-        return [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
-    if "pip" in installed:
-        return [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir"]
-    pytest.skip("neither build nor pip is installed")
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("no git checkout")
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in tracked():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, source / name)
-    assert not (source / "build").exists()
-    done = subprocess.run(
-        [*built_with(), str(out)], cwd=source, capture_output=True, text=True, env={**os.environ, "PIP_NO_INDEX": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = out.iterdir()
-    return zipfile.ZipFile(file)
+    return zipfile.ZipFile(built(tmp_path_factory))
 
 
 def test_python_files(wheel: zipfile.ZipFile) -> None:

@@ -8,16 +8,34 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from built import ROOT, build, built
 from tiny import tiny_target, tiny_tokenizer
 from transformers import StableLmConfig, StableLmForCausalLM
 
-ROOT = Path(__file__).parents[1]
 WRITTEN = {"adapter": "some_family", "algorithm": "first_token", "engine": "some_server", "format": "some_form"}
 PACKAGES = [f"foredraft-{name.replace('_', '-')}" for name in WRITTEN.values()]
+
+
+DRIVER = """
+import contextlib, io, json, os, runpy, sys
+
+answers = os.fdopen(os.dup(1), "w")
+for line in sys.stdin:
+    sys.argv, said, code = json.loads(line), io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code or 0
+    print(json.dumps([int(code), said.getvalue()]), file=answers, flush=True)
+"""
+"""Runs command after command: to load torch takes longer than most of them."""
 
 
 @dataclass
@@ -26,61 +44,71 @@ class Stranger:
 
     home: Path
     python: Path
+    process: "subprocess.Popen[str] | None" = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**{k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FOREDRAFT_PREFER")}, "COLUMNS": "200"}
 
     def run(self, *command: str, fails: bool = False) -> str:
-        """What a command of the environment prints."""
-        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FOREDRAFT_PREFER")}
-        command = (str(self.python.parent / command[0]), *command[1:])
-        done = subprocess.run(command, cwd=self.home, env={**environment, "COLUMNS": "200"}, capture_output=True, text=True, timeout=1800)
-        assert (done.returncode != 0) == fails, f"{command}\n{done.stdout}\n{done.stderr}"
-        return done.stdout + done.stderr
+        """What a command of the environment prints: a module of it, by its name."""
+        if self.process is None:
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.process = subprocess.Popen([str(self.python), "-c", DRIVER], cwd=self.home, env=self.environment, **pipes)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(command), file=self.process.stdin, flush=True)
+        code, said = json.loads(self.process.stdout.readline())
+        assert (code != 0) == fails, f"{command}\n{said}"
+        return str(said)
+
+    def ends(self) -> None:
+        """What it has imported is forgotten."""
+        if self.process is not None:
+            self.process.communicate()
+            self.process = None
+
+    def alone(self, *command: str) -> str:
+        """The same of a program, in a process of its own."""
+        program = str(self.python.parent / command[0])
+        done = subprocess.run([program, *command[1:]], cwd=self.home, env=self.environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
 
     def pip(self, *arguments: str) -> None:
         """pip of the running interpreter, at work in the environment."""
+        self.ends()
         command = [sys.executable, "-m", "pip", "--python", str(self.python), *arguments, "--quiet", "--disable-pip-version-check"]
         done = subprocess.run(command, cwd=self.home, capture_output=True, text=True, timeout=1800)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def wheel(source: Path, out: Path) -> Path:
-    """The wheel of a project, built without a network."""
-    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "--quiet", "-w", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return max(out.glob("*.whl"), key=lambda file: file.stat().st_mtime_ns)
-
-
 @pytest.fixture(scope="module", params=["borrowed", pytest.param("isolated", marks=pytest.mark.slow)])
-def stranger(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+def stranger(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
     """With both packages installed. `borrowed`: the heavy dependencies are the running interpreter's, foredraft is not."""
-    if not shutil.which("pip", path=str(Path(sys.executable).parent)):
-        pytest.skip("pip is not installed")
-    home = tmp_path_factory.mktemp(request.param)
-    source = home / "source"
-    for folder in ("core", "adapters", "plugins"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source / file)
+    ours, home = built(tmp_path_factory), tmp_path_factory.mktemp(request.param)
     venv.create(home / "venv", symlinks=True)
     stranger = Stranger(home, home / "venv/bin/python")
-    built = wheel(source, home)
     if request.param == "borrowed":
-        stranger.pip("install", "--no-deps", "--no-index", str(built))
+        stranger.pip("install", "--no-deps", "--no-index", str(ours))
         # A line in a .pth file adds the folder and ignores the .pth files in it, among them the one of an editable foredraft.
         (site,) = (home / "venv/lib").glob("python*/site-packages")
         (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     else:
-        stranger.pip("install", "-c", str(ROOT / "constraints.txt"), str(built), "pytest")
+        stranger.pip("install", "-c", str(ROOT / "constraints.txt"), str(ours), "pytest")
     for kind, name in WRITTEN.items():
         stranger.run("foredraft", "new", kind, name)
     shutil.copytree(ROOT / "tests/proof", home / "proof", ignore=shutil.ignore_patterns("__pycache__"))
-    stranger.pip("install", "--no-deps", "--no-index", *(str(wheel(home / name, home)) for name in (*PACKAGES, "proof")))
-    return stranger
+    build(*(home / name for name in (*PACKAGES, "proof")), out=home / "wheels")
+    stranger.pip("install", "--no-deps", "--no-index", *map(str, (home / "wheels").iterdir()))
+    yield stranger
+    stranger.ends()
 
 
 def test_foredraft_is_the_wheel(stranger: Stranger) -> None:
-    where = stranger.run("python", "-c", "import foredraft; print(foredraft.__file__)")
+    where = stranger.alone("python", "-c", "import foredraft; print(foredraft.__file__)")
     assert where.startswith(str(stranger.home / "venv"))
+    assert stranger.alone("foredraft", "--version").startswith("foredraft ")
 
 
 TYPED = """
@@ -101,7 +129,7 @@ SKIPPED = ("torch", "transformers", "datasets")
 
 def test_checkers_see_the_public_names(stranger: Stranger) -> None:
     """mypy, of the installed package: each public name is what it is, none is `Any`, and what is no name is an error."""
-    names = json.loads(stranger.run("python", "-c", "import foredraft, json; print(json.dumps(foredraft.__all__))"))
+    names = json.loads(stranger.alone("python", "-c", "import foredraft, json; print(json.dumps(foredraft.__all__))"))
     lines = ["import foredraft", *(f"reveal_type(foredraft.{name})" for name in names), "foredraft.no_such_name"]
     (stranger.home / "names.py").write_text("\n".join([*lines, TYPED]))
     heavy = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in SKIPPED)
@@ -121,7 +149,7 @@ def test_checkers_see_the_public_names(stranger: Stranger) -> None:
 def test_their_suites_pass(stranger: Stranger, checks: str) -> None:
     """As they were written, against the installed packages; in every run a few checks of each."""
     suites = [f"{package}/tests" for package in (*PACKAGES, "proof")]
-    out = stranger.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", checks, *suites)
+    out = stranger.run("pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", checks, *suites)
     passed = re.search(r"(\d+) passed", out)
     assert passed is not None
     assert int(passed[1]) >= (70 if checks == "test" else len(PACKAGES)), out
