@@ -32,7 +32,13 @@ from foredraft.draft.grouped_query import NAMES
 from foredraft.target.capture import norm_scale
 
 TABLE = Path(__file__).parents[1] / "docs" / "targets.md"
-LISTED = [(a, t) for a in ("llama", "phi3", "qwen3") for t in default_registry().adapter(a).model_types]
+LISTED = [
+    pytest.param(a, t, marks=pytest.mark.slow if i else ())
+    for a in ("llama", "phi3", "qwen3")
+    for i, t in enumerate(default_registry().adapter(a).model_types)
+]
+"""The first model type of each adapter in every run, all of them among the slow tests."""
+SLOW = {"opt", "falcon", "gemma2", "glm4", "mixtral"}
 LONG = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -198,7 +204,9 @@ class TestStart:
 
 
 class TestGeneric:
-    @pytest.mark.parametrize("model_type", ["gpt2", "opt", "bloom", "falcon", "gemma2", "gemma3", "glm4", "gpt_oss", "mixtral"])
+    @pytest.mark.parametrize(
+        "model_type", [*("gpt2", "bloom", "gemma3", "gpt_oss"), *(pytest.param(t, marks=pytest.mark.slow) for t in sorted(SLOW))]
+    )
     def test_works(self, model_type: str) -> None:
         """Lists of layers, norms and heads under other names, tied and capped heads, ALiBi, experts, sliding windows."""
         found = verdict(model_type)

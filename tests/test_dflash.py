@@ -48,7 +48,9 @@ def flat(nested: list[list[Any]]) -> list[Any]:
 
 
 class TestConformance(AlgorithmTests):
-    """The kit under D-PACE, with a block that is longer than some spans; tests/test_conformance.py has the default."""
+    """What depends on the loss, under D-PACE, with a block that is longer than some spans; tests/test_conformance.py has the default."""
+
+    test_greedy_is_lossless = test_sampling_is_lossless = test_save_and_load = test_on_disk = None  # type: ignore[assignment]
 
     @pytest.fixture
     def algorithm(self) -> type[DFlash]:
@@ -273,11 +275,10 @@ class TestTraining:
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
-    @pytest.mark.parametrize("weighting", ["decay", "dpace"])
-    def test_it_learns(self, tmp_path: Path, weighting: str) -> None:
-        """The loss falls, and blocks are accepted of texts that were not in the training data."""
+    def test_it_learns(self, tmp_path: Path) -> None:
+        """The loss falls, and blocks are accepted of texts that were not in the training data; test_matrix.py has the default weights."""
         texts = [Document(written_by(self.TARGET, start, 16), "uu" + "a" * 14) for start in range(0, 50, 3)]
-        trainer = self.train(tiny_rows([[text] for text in texts]), tmp_path, self.draft(weighting=weighting), **self.LONG)
+        trainer = self.train(tiny_rows([[text] for text in texts]), tmp_path, self.draft(weighting="dpace"), **self.LONG)
         history = [log for log in trainer.state.log_history if "loss" in log]
         assert history[-1]["loss"] < 0.2 * history[0]["loss"]
         assert {f"accuracy_{k}" for k in range(1, BLOCK)} <= history[-1].keys()

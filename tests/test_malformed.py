@@ -105,7 +105,7 @@ def read_all_ways(path: Path, model: Any, out: Path) -> dict[str, bool]:
     return took
 
 
-@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field(drafts: dict[str, Path], kind: str, every: int, tmp_path: Path) -> None:
     """Over all kinds many mutants, or a part of them, another one of each kind; no code is fetched, and memory does not grow."""

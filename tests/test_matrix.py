@@ -37,19 +37,19 @@ def test_the_quick_cells_cover_all() -> None:
 
 
 STEPS = 40
-"""Of the target and of the draft: fewer than in the README's table, enough to tell."""
+"""Of training the target: fewer than for the README's table, enough to tell."""
 
 
 @cache
 def trained(family: str, algorithm: str) -> Any:
-    return matrix.run(family, algorithm, STEPS, STEPS)
+    return matrix.run(family, algorithm, STEPS)
 
 
 @pytest.mark.parametrize(("family", "algorithm"), CELLS)
 def test_training_lifts_tau_and_greedy_output_is_the_targets(family: str, algorithm: str) -> None:
     _, cell = trained(family, algorithm)
     assert cell.identical
-    assert cell.trained > cell.untrained + 0.7, f"τ {cell.untrained:.2f} untrained, {cell.trained:.2f} trained"
+    assert cell.trained > cell.untrained + 0.5, f"τ {cell.untrained:.2f} untrained, {cell.trained:.2f} trained"
 
 
 @pytest.mark.slow
