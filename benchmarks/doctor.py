@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from foredraft import BaseDraft, DraftCollator, Target, auto_draft, generate
 from foredraft.contracts.finding import Finding
-from foredraft.decoding.stats import DraftingStats
+from foredraft.decoding.loop import DraftingStats
 from foredraft.doctor import Runner, diagnose, open_subject
 from foredraft.formats.importing import import_draft
 from foredraft.loss import estimated_tau

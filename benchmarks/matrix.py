@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foredraft import BaseDraft, DraftCollator, Target, auto_draft, generate, save_draft
-from foredraft.decoding.stats import DraftingStats
+from foredraft.decoding.loop import DraftingStats
 
 VOCAB, LENGTH, DRAFTED = 48, 32, 4
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}

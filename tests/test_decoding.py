@@ -39,7 +39,7 @@ from foredraft import ForedraftError, TreeShape, evaluate, generate
 from foredraft.decoding import DraftingStats, load_prompts
 from foredraft.decoding.evaluate import Evaluation
 from foredraft.decoding.report import demand_identical, plot_acceptance, table
-from foredraft.decoding.rollback import check_target
+from foredraft.decoding.verification import check_target
 from foredraft.testing.tiny import tiny_model
 
 VOCAB = 30
@@ -228,7 +228,7 @@ class TestDrafter:
         text = plain(target, prompt)[0].tolist()
         made = checked(monkeypatch, draft)
         monkeypatch.setattr(
-            "foredraft.decoding.choosing.Chooser.choose",
+            "foredraft.decoding.loop.Chooser.choose",
             lambda chooser, logits, so_far: (text[chooser.ids.shape[1] + len(so_far)], None),
         )
         stats = DraftingStats()

@@ -31,11 +31,10 @@ from typer.testing import CliRunner
 
 from foredraft import ForedraftError, TreeShape, evaluate, generate
 from foredraft.decoding import AutoregressiveDrafter, DraftingStats
-from foredraft.decoding.choosing import Chooser
-from foredraft.decoding.loop import DecodingLoop
+from foredraft.decoding.loop import Chooser, DecodingLoop
 from foredraft.decoding.report import plot_acceptance, table
-from foredraft.decoding.rollback import check_target, keep_rows
 from foredraft.decoding.tree import DraftTree
+from foredraft.decoding.verification import check_target, keep_rows
 from foredraft.target.capture import AuxCapture
 
 VOCAB = 30

@@ -16,7 +16,7 @@ from ..data import Conversation, Skipped, Unusable, conversation_of, prompt_ids,
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from .generate import algorithm_and_draft, generate
-from .stats import DraftingStats
+from .loop import DraftingStats
 from .tree import TreeShape
 
 Prompt = list[dict[str, Any]]

@@ -13,8 +13,7 @@ from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..registry import default_registry
 from ..target.pairing import check_pair
-from .loop import DecodingLoop
-from .stats import DraftingStats
+from .loop import DecodingLoop, DraftingStats
 from .tree import TreeShape
 
 

@@ -1,6 +1,7 @@
 """The decoding loop: what a drafter proposes (a chain, a block or a tree) is verified in one pass of the target."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,11 +14,8 @@ from ..contracts.algorithm import DrafterBase
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..target.capture import AuxCapture
-from .attention import grouped_attention
-from .choosing import Chooser
-from .rollback import check_target, keep_rows
-from .stats import DraftingStats
 from .tree import DraftTree, TreeDrafter, TreeShape
+from .verification import check_target, grouped_attention, keep_rows
 
 
 class DecodingLoop:
@@ -37,7 +35,7 @@ class DecodingLoop:
         draft: BaseDraft | None,
         num_tokens: int,
         tree: TreeShape | None,
-        stats: DraftingStats,
+        stats: "DraftingStats",
         streamer: BaseStreamer | None,
     ):
         self.drafter: Any = algorithm.drafter(draft)
@@ -166,3 +164,84 @@ class DecodingLoop:
                 kept.append(tuple(h[:, row : row + 1] for h in outputs[name]))
             else:
                 kept.append(tuple(a[..., row : row + 1, : a.shape[-1] - count + row] for a in outputs[name]))
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """What may follow the text `ids` [1, L], by logits over the draft vocabulary: the `Choose` and the `Rank` that drafters are given."""
+
+    ids: Tensor
+    processors: LogitsProcessorList
+    do_sample: bool
+    draft_ids_W: Tensor
+    """The target id of each draft id."""
+    vocab_size: int
+    """The target's."""
+
+    def choose(self, logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor | None] | None:
+        """See `Choose`."""
+        if not self.do_sample and not self.processors:
+            return int(self.draft_ids_W[logits_W.argmax()]), None
+        logits_V = self.processed(logits_W, self.ids.new_tensor(drafted))
+        if not bool(torch.isfinite(logits_V).any()):
+            return None
+        if not self.do_sample:
+            return int(logits_V.argmax()), None
+        return int(torch.multinomial(logits_V.softmax(-1), 1)), logits_V
+
+    def rank(self, logits_NW: Tensor, drafted_NK: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `Rank`."""
+        if self.processors:
+            # One by one: processors may tell the sequences of a batch apart, and these are all the first.
+            rows = [self.processed(z, path) for z, path in zip(logits_NW, drafted_NK, strict=True)]
+            logits_NW = torch.stack(rows).to(logits_NW.device)[:, self.draft_ids_W]
+        log_p_NW = logits_NW.float().log_softmax(-1)
+        log_p_NW = log_p_NW.masked_fill(log_p_NW.isnan(), float("-inf"))  # where nothing is allowed
+        log_p_Nk, best_Nk = log_p_NW.topk(min(count, len(self.draft_ids_W)))
+        return self.draft_ids_W[best_Nk], log_p_Nk
+
+    def processed(self, logits_W: Tensor, drafted_K: Tensor) -> Tensor:
+        """Logits after the text and the drafted tokens as the settings have them, [V]: -inf for what the draft cannot name.
+
+        On the target's device, where processors keep their tensors.
+        """
+        logits_V = logits_W.new_full((self.vocab_size,), float("-inf"), dtype=torch.float32)
+        logits_V[self.draft_ids_W] = logits_W.float()
+        text_1L = torch.cat([self.ids, drafted_K.to(self.ids)[None]], dim=1)
+        return self.processors(text_1L, logits_V.to(self.ids.device)[None])[0]
+
+
+@dataclass
+class DraftingStats:
+    """Counts over one or many generations. The pass that reads the prompt is not counted.
+
+    Where a text ends inside a draft, the tokens behind the end count as drafted and not as accepted.
+    """
+
+    emitted: int = 0
+    """Tokens emitted by the target's passes after prefill, bonus tokens included."""
+    passes: int = 0
+    """The target's passes after prefill."""
+    drafted: list[int] = field(default_factory=list)
+    """How often position i (from 0) was drafted; of trees, how often one might have been that deep."""
+    accepted: list[int] = field(default_factory=list)
+    """How often it was accepted."""
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """One verification: so many drafted (of a tree, the depth it might have), so many of them accepted."""
+        self.emitted += accepted + 1
+        self.passes += 1
+        for counts, count in ((self.drafted, drafted), (self.accepted, accepted)):
+            counts.extend([0] * (drafted - len(counts)))
+            for i in range(count):
+                counts[i] += 1
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per target pass after prefill, bonus token included."""
+        return self.emitted / self.passes if self.passes else 1.0
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Per position: the share of drafts whose token there was accepted (so all before it were too)."""
+        return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]

@@ -1,12 +1,27 @@
-"""Going back to before a rejected token: which targets can, and how their caches do."""
+"""What a pass that verifies drafted tokens asks of the target: a cache that goes back, and attention that copies no keys."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    QuantizedCache,
+)
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from ..errors import ForedraftError
+
+GROUPED = "foredraft_grouped"
 
 
 def check_target(model: PreTrainedModel, config: GenerationConfig, kwargs: Mapping[str, Any], tree: bool) -> None:
@@ -48,3 +63,37 @@ def keep_rows(cache: Cache, rows: Sequence[int], count: int) -> None:
             for states in (layer.keys, layer.values):
                 states[..., past : past + len(rows), :] = states[..., [past + row for row in rows], :]
     cache.crop(len(rows) - count)
+
+
+@contextmanager
+def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
+    """While open, SDPA attention of a model on the CPU copies no keys and values: what it computes is the same.
+
+    Where a mask is given, as it is as soon as a pass holds several tokens, transformers copies those of each group for every query head: on
+    other devices masks and groups do not go together, on the CPU it is time lost.
+    """
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    if (
+        model.device.type != "cpu"
+        or config._attn_implementation != "sdpa"
+        or getattr(config, "num_key_value_heads", heads) in (None, heads)
+    ):
+        yield
+        return
+    AttentionInterface.register(GROUPED, _forward)
+    AttentionMaskInterface.register(GROUPED, sdpa_mask)
+    config._attn_implementation = GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
+
+
+def _forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    if attention_mask is None or module.training or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None

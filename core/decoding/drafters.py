@@ -1,6 +1,6 @@
-"""The drafter of autoregressive algorithms: one forward per drafted token of a chain, or per depth of a tree."""
+"""Drafters that algorithms share: of autoregressive ones, a forward per token of a chain or depth of a tree; and what parallel ones do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,3 +104,19 @@ class Ancestors:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
         k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
         return F.scaled_dot_product_attention(q_BHQd, k, v, attn_mask=self.mask, scale=scale)
+
+
+def choose_in_turn(logits: Iterable[Tensor], choose: Choose) -> tuple[list[int], list[Tensor]]:
+    """What `Drafter.propose` returns, of logits [W] that are there at once, or do not depend on what was chosen before.
+
+    A token from each, until none may follow.
+    """
+    tokens: list[int] = []
+    scores: list[Tensor] = []
+    for logits_W in logits:
+        chosen = choose(logits_W, tokens)
+        if chosen is None:
+            break
+        tokens.append(chosen[0])
+        scores += [chosen[1]] if chosen[1] is not None else []
+    return tokens, scores
