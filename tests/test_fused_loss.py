@@ -1,6 +1,10 @@
 """The fused loss against the plain one it stands for: loss, gradients, metrics, in chunks of every size."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +16,15 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from foredraft.contracts.algorithm import Step
-from foredraft.loss import Labels, Taught, Teacher, chunked, objective, reference
+from foredraft.contracts.objective import RowObjective
+from foredraft.loss import Labels, Taught, Teacher, chunked, objective, reference, rows
+from foredraft.loss.chunks import method
 from foredraft.loss.readable import METRICS
+from foredraft.loss.rows import Against
 from foredraft.registry import default_registry
 
 MODEL = tiny_target()
+INTERPRETED = "TRITON_INTERPRET" in os.environ
 SIZES = (7, 0, 5, 1, 0)  # rows per step; empty steps in the middle and at the end
 TEACHERS = 9
 
@@ -36,6 +44,16 @@ def make_draft(norm_output: bool, draft_vocab_size: int | None = 20) -> Any:
     torch.manual_seed(1)
     torch.nn.init.normal_(draft.norm.weight)
     return draft
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run of `test_the_kernels_too`, kernels in place of plain torch."""
+    if INTERPRETED:
+        from foredraft.loss.kernels import differentiate
+
+        of_rows = RowObjective.by_rows
+        monkeypatch.setattr("foredraft.loss.chunks.method", lambda _, o: differentiate if of_rows(o) else rows.differentiate)
 
 
 @pytest.fixture(params=[False, True], ids=["norm before head", "norm_output"])
@@ -200,3 +218,56 @@ def test_labels_as_the_teacher() -> None:
     assert_close(step.loss, expected)
     q = head(states[named]).softmax(-1)[range(4), [1, 3, 0, 3]]
     assert_close(step.metrics["accepted"][0], q.sum())
+
+
+@pytest.mark.parametrize("width", [1, 4097, 200_003])
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_vocabulary(width: int, hard: bool, dtype: torch.dtype) -> None:
+    """The rows alone, against autograd in float64: a mix of all that an objective may read, at widths on both sides of a block."""
+    torch.manual_seed(0)
+    top_R = torch.tensor([width // 2, -1])
+    p_RW = None if hard else (torch.randn(2, width) * 2).softmax(-1)
+    taught = Taught(top_R, torch.tensor([1.0, 1.0] if hard else [0.9, 0.4]), p_RW)
+    rows_N, weight_N = torch.tensor([1, 0, 0]), torch.rand(3)
+    logits_NW = (torch.randn(3, width) * 3).to(dtype)
+    exact_NW = logits_NW.double().requires_grad_()
+    log_q_NW, spelt_NW, mass_N = exact_NW.log_softmax(-1), taught.probabilities(rows_N, width).double(), taught.mass_R[rows_N].double()
+    mixed = objective({"ce": 0.5, "kl": 0.25, "lk": 1.0, "tv": 2.0})
+    expected_N = mixed.loss(log_q_NW, spelt_NW, mass_N)
+    (gradient_NW,) = torch.autograd.grad((weight_N * expected_N).sum(), exact_NW)
+    found = method(torch.device("cpu"), mixed)(logits_NW, Against(taught, rows_N, weight_N, mixed), True)
+    assert_close(found.loss_N.double(), expected_N, rtol=1e-5, atol=1e-5)
+    accepted_N = torch.minimum(spelt_NW * mass_N[:, None], log_q_NW.exp()).sum(-1)
+    assert_close(found.accepted_N.double(), accepted_N, rtol=1e-4, atol=1e-6)
+    assert_close(logits_NW.double(), gradient_NW, rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+@pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
+def test_the_kernels_too() -> None:
+    """The tests of this file once more with the Triton kernels, interpreted."""
+    which = "any_vocabulary or (equals_the_plain_loss and 7-True-reduced-TopTeacher) or labels or bfloat16_draft or no_rows"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", which]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile(capability: int) -> None:
+    """For devices that are not here."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from foredraft.loss import kernels
+
+    types = {"x_ptr": "*bf16", "rows_ptr": "*i64", "top_ptr": "*i64", "number": "i32", "width": "i32", "x_stride": "i32", "p_stride": "i32"}
+    for kernel in (kernels.sum_rows, kernels.differentiate_rows):
+        for hard in (False, True):
+            constants = {"HARD": hard, "BLOCK": kernels.BLOCK}
+            names = {name: types.get(name, "*fp32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+            source = ASTSource(fn=kernel, signature=names, constexprs=constants)
+            made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernels.WARPS})
+            assert len(made.asm["cubin"]) > 0

@@ -1,7 +1,8 @@
 """`reference` in chunks: a chunk's logits become loss, metrics and, in their own place, gradient, and are dropped."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from ..contracts.algorithm import Step
 from ..contracts.draft import DraftModel
-from ..contracts.objective import ObjectiveBase
+from ..contracts.objective import ObjectiveBase, RowObjective
 from ..contracts.pairs import UNIT, Pairs, pairs_by_teacher
 from .head import head_of
 from .objectives import CrossEntropy
 from .readable import METRICS
-from .rows import Against, differentiate
+from .rows import Against, Found, differentiate
 from .teachers import Supervisor
 
 # Rows of draft logits alive at a time on the CPU: enough for its matrix units.
@@ -28,6 +29,15 @@ BUDGET = 2**30
 def rows_at_once(width: int, device: torch.device) -> int:
     """How many rows of draft logits over `width` tokens are alive at a time."""
     return CHUNK if device.type == "cpu" else min(max(BUDGET // (4 * width), 512), 8192) // 128 * 128
+
+
+def method(device: torch.device, objective: ObjectiveBase) -> Callable[[Tensor, Against, bool], Found]:
+    """What makes loss and gradient of a chunk: kernels where there are any for the device, else plain torch."""
+    if device.type == "cuda" and RowObjective.by_rows(objective) and find_spec("triton"):
+        from .kernels import differentiate as by_kernels
+
+        return by_kernels
+    return differentiate
 
 
 @torch.compiler.disable
@@ -97,14 +107,14 @@ class _Chunked(torch.autograd.Function):
         states_ND = torch.cat(states)
         loss = states_ND.new_zeros((), dtype=torch.float32)
         metrics_3N = loss.new_zeros(3, len(states_ND))
-        most = rows_at_once(len(ids_W), states_ND.device)
+        most, differentiated = rows_at_once(len(ids_W), states_ND.device), method(states_ND.device, problem.objective)
         for teachers, block_N in problem.blocks(most):
             taught = problem.teacher.at(teachers, ids_W)
             for at_N in block_N.split(most):
                 rows_N = problem.rows_N[at_N] - teachers.start
                 weight_N = problem.weights_N[at_N] * (taught.top_R[rows_N] >= 0)
                 logits_NW = head.logits(states_ND.index_select(0, at_N))
-                found = differentiate(logits_NW, Against(taught, rows_N, weight_N, problem.objective), problem.wanted)
+                found = differentiated(logits_NW, Against(taught, rows_N, weight_N, problem.objective), problem.wanted)
                 loss += (weight_N * found.loss_N).sum()
                 metrics_3N.index_copy_(1, at_N, torch.stack(found[1:]))
                 if problem.wanted:
