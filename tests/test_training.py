@@ -21,6 +21,7 @@ from tiny import Document, tiny_batch, tiny_draft, tiny_rows, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 from train_full_disk import RUN as FULL_DISK_RUN
+from train_two_ranks import WAYS
 from train_two_ranks import run as run_on_ranks
 from transformers import TrainerCallback
 
@@ -56,7 +57,7 @@ def steps_of(trainer: Any) -> list[dict[str, float]]:
 
 def assert_same_weights(ours: Any, theirs: Any) -> None:
     """Bit for bit."""
-    mine, others = ours.state_dict(), theirs.state_dict()
+    mine, others = (each if isinstance(each, Mapping) else each.state_dict() for each in (ours, theirs))
     assert mine.keys() == others.keys()
     assert not (different := [name for name in mine if not torch.equal(mine[name], others[name])]), different
 
@@ -559,18 +560,24 @@ def test_the_collator_knows_the_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    """Each with a target of its own, and both with one between them."""
-    places = [tmp_path / name for name in ("one", "two", "shared")]
-    for place in places:
-        place.mkdir()
+    """By DDP, by FSDP, and with a target between them; what one process saved two go on with, and the other way round."""
+    for name in ("one", "one_resumed", *WAYS):
+        (tmp_path / name).mkdir()
     MODEL.save_pretrained(tmp_path / "target")
-    run_on_ranks(places[0], 4)
+    run_on_ranks(tmp_path / "one", 4)
+    shutil.copytree(tmp_path / "one" / "checkpoint-3", tmp_path / "fsdp_resumed" / "checkpoint-3")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(HERE / "train_two_ranks.py")]
-    done = subprocess.run([*command, *map(str, places[1:])], capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    expected, logs = torch.load(places[0] / "weights.pt"), json.loads((places[0] / "logs.json").read_text())
-    for place in places[1:]:
-        assert_close(torch.load(place / "weights.pt"), expected, rtol=1e-4, atol=1e-5)
-        for two, one in zip(json.loads((place / "logs.json").read_text()), logs, strict=True):
-            for name in set(one) & {"loss", "accuracy_1", "accuracy_3", "tau", "eval_accuracy_1", "eval_tau"}:
-                assert two[name] == pytest.approx(one[name], rel=1e-3), (place.name, name, one["step"])
+    shutil.copytree(tmp_path / "fsdp" / "checkpoint-3", tmp_path / "one_resumed" / "checkpoint-3")
+    run_on_ranks(tmp_path / "one_resumed", 4)
+    expected, logs = torch.load(tmp_path / "one" / "weights.pt"), json.loads((tmp_path / "one" / "logs.json").read_text())
+    compared = {"loss", "grad_norm", "accuracy_1", "accuracy_3", "tau", "eval_accuracy_1", "eval_tau"}
+    for name in ("one_resumed", *WAYS):
+        weights, rounded = torch.load(tmp_path / name / "weights.pt"), name.endswith("bf16")
+        if not rounded:
+            assert_close(weights, expected, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        assert_same_weights(auto_draft(tmp_path / name / "checkpoint-5"), weights)
+        for two, one in zip(json.loads((tmp_path / name / "logs.json").read_text()), logs, strict=True):
+            for key in set(one) & ({"loss"} if rounded else compared):
+                assert two[key] == pytest.approx(one[key], rel=0.1 if rounded else 1e-3), (name, key, one["step"])

@@ -20,6 +20,8 @@ LEAST = {
     "num_train_epochs": 0,
 }
 """What transformers takes in silence, or stumbles over later."""
+WIDER = {"fsdp": bool | str | None}
+"""What it takes beyond its annotation."""
 
 
 @cache
@@ -33,7 +35,8 @@ def training_schema() -> type[Frozen]:
     for node in cls.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
             name = node.target.id
-            fields[name] = (eval(ast.unparse(node.annotation), {}, _Types()), Field(None, ge=LEAST.get(name)))
+            annotation = WIDER.get(name) or eval(ast.unparse(node.annotation), {}, _Types())
+            fields[name] = (annotation, Field(None, ge=LEAST.get(name)))
     return create_model("TrainingFields", __base__=Frozen, **fields)
 
 

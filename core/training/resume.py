@@ -23,7 +23,7 @@ LENGTH = ("training.max_steps", "training.num_train_epochs")
 FREE = re.compile(
     r"resume|output_dir|eval_data|data\.strict|hidden_states_cache|(device_map|tp_plan)(\..*)?|"
     r"training\.((logging|save|eval|log|hub|report)_\w+|max_steps|num_train_epochs|"
-    r"per_device_eval_batch_size|disable_tqdm|run_name|push_to_hub|dataloader_(num_workers|pin_memory|prefetch_factor|persistent_workers))"
+    r"per_device_eval_batch_size|fsdp|disable_tqdm|run_name|push_to_hub|dataloader_(num_workers|pin_memory|prefetch_factor|persistent_workers))"
 )
 """Settings that change nothing in the result, or only how far it is trained."""
 NEEDED = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json")

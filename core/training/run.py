@@ -79,14 +79,14 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
     trainer.train(resume_from_checkpoint=config.resume)
     if eval_rows is not None and arguments.eval_strategy == "no":
         trainer.evaluate()
-    finished = Path(config.output_dir) / "draft"
+    finished, state = Path(config.output_dir) / "draft", trainer.state_dict()
     if trainer.is_world_process_zero():
         history = trainer.state.log_history
         write_text(
             finished.parent / "training.json", json.dumps({"run": config.model_dump(), "start": started, "history": history}, indent=1)
         )
         plot_training(history, finished.parent / "training.png")
-        save_draft(draft, finished)
+        save_draft(draft, finished, state)
         note(config, rows, finished=True)
     trainer.accelerator.wait_for_everyone()
     return finished

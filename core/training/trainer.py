@@ -1,9 +1,11 @@
 """`DraftTrainer`: transformers' Trainer, with a frozen target beside the model and a loss divided by global counts."""
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +34,7 @@ from .inputs import check_rows
 from .progress import A_TWENTIETH, AsAskedNow, DraftPrinter, DraftProgress, SeedByEpoch
 from .ready import check_ready
 from .resume import latest_complete
+from .sharding import local, shard, share_out_state, whole
 from .stopping import StopOnSignal, TrainingStopped
 
 
@@ -67,8 +70,13 @@ class DraftTrainingArguments(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if "disable_tqdm" not in values:
             self.disable_tqdm = not (sys.stderr.isatty() or is_in_notebook())
+        if os.environ.pop("ACCELERATE_USE_FSDP", "false") == "true":  # by accelerate launch
+            self.fsdp = True
+        if self.fsdp and self.fsdp_config:
+            raise ForedraftError(f"training.fsdp_config={self.fsdp_config}: leave it out, a draft is shared out as one unit")
         try:
             super().__post_init__()
+            self.fsdp_plugin_args = None  # Accelerate would shard head and embedding by themselves, and losses read the head's weights
             for tracker in get_reporting_integration_callbacks(self.report_to):
                 tracker()  # Trainer makes its own; this one tells what is not installed
         except (ValueError, TypeError, ImportError, RuntimeError) as error:
@@ -97,8 +105,13 @@ class DraftTrainer(Trainer):
         remember(model.config, self.target.model)
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self._bad_rows: Tensor | None = None
+        self._sharded = bool(args.fsdp)
         kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed))
         super().__init__(model=model, args=args, **kwargs)
+        if self._sharded:
+            shard(model, self.args.device, self.args.bf16)
+            # Its wrapping for evaluation is autocast alone: no DDP around a model that shares itself out.
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         # The loss divides by counts of the whole accumulated batch (see _get_num_items_in_batch), so Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self._stop = StopOnSignal(self.accelerator)
@@ -145,8 +158,11 @@ class DraftTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None) -> Any:
         """Capture the target, run the step inside the module's forward; gradients average over ranks, hence the factor."""
-        whole = inputs if num_items_in_batch is None else {**inputs, "counts": num_items_in_batch}
-        out = model(batch=whole, signal=self.target.capture(inputs))
+        counted = inputs if num_items_in_batch is None else {**inputs, "counts": num_items_in_batch}
+        signal = self.target.capture(inputs)
+        out = model(batch=counted, signal=signal)
+        if self._sharded and not torch.is_grad_enabled():
+            self.model.reshard()  # nobody else does, without a backward pass
         loss = out["loss"] * (self.accelerator.num_processes if model.training else 1)
         self._add("train" if model.training else "eval", out["metrics"])
         if model.training:
@@ -168,6 +184,37 @@ class DraftTrainer(Trainer):
             logs.update(self._read("train", ""))
         super().log(logs, *args, **kwargs)
 
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """The draft's weights to save, where they are shared out among ranks: whole, on the rank that saves. All ranks must ask.
+
+        None where the draft's own are whole.
+        """
+        return whole(self.model.state_dict(), self.args.should_save) if self._sharded else None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's; of a draft that is shared out among ranks the weights are gathered first."""
+        if not self._sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = self.state_dict()
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; it loads what any number of ranks saved."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._sharded:
+            optimizer.register_load_state_dict_pre_hook(share_out_state)
+        return optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = whole(self.optimizer.state_dict(), self.args.should_save)
+        with patch.object(self.optimizer, "state_dict", lambda: state):
+            super()._save_optimizer_and_scheduler(output_dir)
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         """Supervised slots per drafting step, over all micro-batches and ranks."""
         if not batch_samples:
@@ -183,7 +230,8 @@ class DraftTrainer(Trainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._raise_if_bad()
-        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+        finite = torch.stack([local(p).isfinite().all() for p in self.model.parameters()]).all()
+        if not bool(self.accelerator.gather(finite).all()):
             raise self._non_finite(
                 f"the weights are not finite at step {self.state.global_step}, though all losses were: a gradient overflowed"
             )
