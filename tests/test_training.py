@@ -20,12 +20,24 @@ from safetensors.torch import load_file, save_file
 from tiny import Document, tiny_batch, tiny_draft, tiny_rows, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 from train_full_disk import RUN as FULL_DISK_RUN
 from train_two_ranks import WAYS
 from train_two_ranks import run as run_on_ranks
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
-from foredraft import AlgorithmBase, Conversations, DraftTrainer, DraftTrainingArguments, ForedraftError, Signal, Target, auto_draft, pack
+from foredraft import (
+    AlgorithmBase,
+    Conversations,
+    DraftCollator,
+    DraftTrainer,
+    DraftTrainingArguments,
+    ForedraftError,
+    Signal,
+    Target,
+    auto_draft,
+    pack,
+)
 from foredraft.registry import default_registry
 from foredraft.training import CachedTarget, NonFiniteLoss
 from foredraft.training.arguments import training_schema
@@ -556,6 +568,49 @@ def test_the_collator_knows_the_epoch(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "checkpoint-5", ignore_errors=True)
     trainer.train(resume_from_checkpoint=True)
     assert seen == [(4, 1), (5, 2)]
+
+
+def test_workers_know_the_epoch() -> None:
+    """Those that outlive one, too: they draw what this process would."""
+    draft = tiny_draft(MODEL, "dflash", num_layers=1, anchors=3, block_size=4)
+    here, loaded = DraftCollator(draft.algorithm), DraftCollator(draft.algorithm)
+    loader = DataLoader(ROWS, 4, collate_fn=loaded, num_workers=1, persistent_workers=True)
+    drawn = []
+    for epoch in range(3):
+        here.epoch = loaded.epoch = epoch
+        for batch, rows in zip(loader, (ROWS[:4], ROWS[4:]), strict=True):
+            assert torch.equal(batch["anchors"], here(rows)["anchors"])
+            drawn.append(batch["anchors"].tolist())
+    assert drawn[0] != drawn[2] != drawn[4] != drawn[0]
+
+
+@pytest.mark.parametrize(("device", "native", "given", "bf16", "workers"), [
+    ("cuda", True, {}, True, 2),
+    ("cuda", True, {"bf16": False, "dataloader_num_workers": 1}, False, 1),
+    ("cuda", True, {"fp16": True}, False, 2),
+    ("cuda", False, {}, False, 2),
+    ("cuda", True, {"use_cpu": True}, False, 0),
+    (None, True, {}, False, 0),
+])  # fmt: skip
+def test_defaults_by_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str | None, native: bool, given: dict[str, Any], bf16: bool, workers: int
+) -> None:
+    """bfloat16 where a device multiplies it, and processes that make batches while it does."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: device is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device and torch.device(device))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # which would look for the device
+    found = DraftTrainingArguments(str(tmp_path), **given)
+    assert (found.bf16, found.dataloader_num_workers) == (bf16, workers)
+    assert found.dataloader_persistent_workers is (workers == 2)
+    assert found.accelerator_config == (None if workers == 0 else {"non_blocking": True})
+
+
+def test_half_weights_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    draft = fresh().to(torch.bfloat16)
+    with pytest.raises(ForedraftError, match=r"weights are torch.bfloat16, where most updates round to nothing: train draft.float\(\)"):
+        DraftTrainer(draft, MODEL, arguments(tmp_path), train_dataset=ROWS)
+    DraftTrainer(draft, MODEL, arguments(tmp_path, max_steps=1), train_dataset=ROWS, half_weights=True).train()
 
 
 @pytest.mark.slow

@@ -14,7 +14,17 @@ class DraftCollator:
     """Stacks rows into tensors and adds the algorithm's plan, drawn on the CPU from generators seeded by (seed, epoch, row)."""
 
     def __init__(self, algorithm: AlgorithmBase, seed: int = 0):
-        self.algorithm, self.seed, self.epoch = algorithm, seed, 0
+        self.algorithm, self.seed = algorithm, seed
+        self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        """Which pass over the rows this is; set at any time, and seen by workers that outlive an epoch."""
+        return int(self._epoch)
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self._epoch.fill_(number)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """`input_ids`, `documents`, `spans`, `positions` [B, S], `row` [B], and the plan."""

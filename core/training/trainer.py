@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArgumen
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
-from transformers.utils import is_in_notebook
+from transformers.utils import is_in_notebook, is_torch_bf16_gpu_available
 
 from ..data import DraftCollator
 from ..draft.model import BaseDraft
@@ -53,6 +53,8 @@ class DraftTrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "a non-finite loss must stop the run, not be logged as 0"})
     report_to: str | list[str] | None = field(default="none", metadata={"help": "integrations to report to"})
     save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints kept"})
+    bf16: bool | None = field(default=None, metadata={"help": "products in bfloat16, weights in float32; by default where a device has it"})
+    dataloader_num_workers: int | None = field(default=None, metadata={"help": "processes that make batches; default: 2, on the CPU none"})
     use_cpu: bool = field(default=False, metadata={"help": "train on the CPU; implied where there is no accelerator"})
 
     def __post_init__(self) -> None:
@@ -68,6 +70,13 @@ class DraftTrainingArguments(TrainingArguments):
         for name, value in typed.items():
             setattr(self, name, value)
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if self.bf16 is None:
+            self.bf16 = not (self.use_cpu or self.fp16) and has_bf16(torch.accelerator.current_accelerator())
+        if self.dataloader_num_workers is None:
+            self.dataloader_num_workers = 0 if self.use_cpu else 2
+            self.dataloader_persistent_workers = not self.use_cpu
+        if self.accelerator_config is None and self.dataloader_pin_memory and not self.use_cpu:
+            self.accelerator_config = {"non_blocking": True}
         if "disable_tqdm" not in values:
             self.disable_tqdm = not (sys.stderr.isatty() or is_in_notebook())
         if os.environ.pop("ACCELERATE_USE_FSDP", "false") == "true":  # by accelerate launch
@@ -83,16 +92,36 @@ class DraftTrainingArguments(TrainingArguments):
             raise ForedraftError(f"training arguments: {error}") from error
 
 
+def has_bf16(device: torch.device | None) -> bool:
+    """Whether a device multiplies bfloat16 itself: of CUDA's, those of compute capability 8.0 on."""
+    if device is None or device.type == "cpu":
+        return False
+    return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else is_torch_bf16_gpu_available()
+
+
 class DraftTrainer(Trainer):
     """Trains a draft of any adapter with the algorithm it was built for.
 
     `target` is the frozen model (or a `Target`); `train_dataset` and `eval_dataset` are packed rows (`foredraft.pack`). Logs the loss,
     the accuracy of every drafted position and the teacher-forced estimate of τ. Raises `NonFiniteLoss` before a
-    non-finite gradient reaches a checkpoint.
+    non-finite gradient reaches a checkpoint. Weights below float32 are refused unless `half_weights`: there most updates round to
+    nothing, which `bf16` avoids.
     """
 
-    def __init__(self, model: BaseDraft, target: Target | PreTrainedModel, args: TrainingArguments | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        model: BaseDraft,
+        target: Target | PreTrainedModel,
+        args: TrainingArguments | None = None,
+        half_weights: bool = False,
+        **kwargs: Any,
+    ):
         args = args or DraftTrainingArguments()
+        if not half_weights and (half := {p.dtype for p in model.parameters() if p.requires_grad and p.dtype.itemsize < 4}):
+            raise ForedraftError(
+                f"the draft's weights are {', '.join(map(str, half))}, where most updates round to nothing: train draft.float(), with "
+                "bf16=True where products are to be fast; half_weights=True trains them as they are"
+            )
         if args.n_gpu > 1:
             raise ForedraftError(
                 f"{args.n_gpu} GPUs in one process: start one process per GPU, `torchrun --nproc-per-node {args.n_gpu} ...`"
