@@ -14,9 +14,13 @@ from tiny import gradients, tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from foredraft.contracts.algorithm import Step
 from foredraft.contracts.objective import RowObjective
+from foredraft.contracts.pairs import pairs_by_teacher
 from foredraft.loss import Labels, Taught, Teacher, chunked, objective, reference, rows
 from foredraft.loss.chunks import method
 from foredraft.loss.readable import METRICS
@@ -174,6 +178,96 @@ def test_bfloat16_draft(draft: Any) -> None:
     assert step.loss.dtype == torch.float32
     assert {g.dtype for g in all_gradients(half, p, step.loss)} == {torch.bfloat16}
     assert_close(step.loss, expected.loss, rtol=3e-2, atol=3e-2)
+
+
+class Capped:
+    """A head that is more than a norm and a matrix."""
+
+    def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
+        logits: Tensor = super().compute_logits(hidden_BQD)  # type: ignore[misc]
+        return 3 * torch.tanh(logits / 3)
+
+
+class Adapted(torch.nn.Linear):
+    """A head that somebody replaced."""
+
+    def forward(self, hidden_BQD: Tensor) -> Tensor:
+        return super().forward(hidden_BQD).sin()
+
+
+@pytest.mark.parametrize("kind", ["capped", "with a bias", "with adapters"])
+def test_heads_of_other_kinds(draft: Any, kind: str) -> None:
+    """By autograd where a head is not known; its gradient is formed once."""
+    torch.manual_seed(3)
+    if kind == "capped":
+        draft.__class__ = type("CappedDraft", (Capped, type(draft)), {})
+    else:
+        draft.lm_head.bias = torch.nn.Parameter(torch.randn(20))
+        if kind == "with adapters":
+            draft.lm_head.__class__ = Adapted
+    assert (draft.head_parts() is not None) == (kind == "with a bias")
+    p = problem(draft)
+    ours, theirs = fused(draft, p), plain(draft, p)
+    assert_close(all_gradients(draft, p, ours.loss), all_gradients(draft, p, theirs.loss), rtol=1e-4, atol=1e-6)
+    with pytest.raises(RuntimeError, match="has been taken"):
+        ours.loss.backward()
+
+
+def test_many_chunks_lose_nothing_in_bfloat16(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's gradient is summed in float32: in bfloat16, late chunks would be lost (a relative error of 1e-2)."""
+    draft.to(torch.bfloat16)
+    found = []
+    for chunk in (8, 2048):
+        monkeypatch.setattr("foredraft.loss.chunks.CHUNK", chunk)
+        loss = fused(draft, problem(draft, (2048,), dtype=torch.bfloat16)).loss
+        found.append(torch.autograd.grad(loss, [draft.lm_head.weight])[0].float())
+    assert (found[0] - found[1]).norm() < 3e-3 * found[1].norm()
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the shape of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Any, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += [(func, tuple(t.shape)) for t in tree_leaves(out) if isinstance(t, Tensor)]
+        return out
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_nothing_is_as_long_as_all_rows_and_as_wide_as_a_vocabulary(
+    draft: Any, planned: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several blocks of teacher rows, whose states and teachers come in any order; a frozen head is cast once."""
+    monkeypatch.setattr("foredraft.loss.chunks.CHUNK", 64)
+    monkeypatch.setattr("foredraft.loss.chunks.TEACHERS", 1)
+    draft.lm_head.requires_grad_(not frozen)
+    torch.manual_seed(4)
+    rows, sizes = [torch.randint(600, (n,)) for n in (900, 0, 400)], (900, 0, 400)
+    p = {**problem(draft, sizes), "teacher": Teacher(torch.randn(600, 50), torch.clone), "teacher_rows": rows}
+    arguments = p["states"], p["teacher"], rows, p["weights"], p["objective"]
+    step = chunked(draft, *arguments, pairs_by_teacher(rows) if planned else None)
+    assert_close(step.loss, plain(draft, p).loss, rtol=1e-5, atol=1e-6)
+    with Sizes() as sizes_of, torch.autocast("cpu", torch.bfloat16):
+        chunked(draft, *arguments, pairs_by_teacher(rows) if planned else None).loss.backward()
+    assert max(shape[0] for _, shape in sizes_of.made if len(shape) == 2 and shape[-1] in (20, 50)) <= 128
+    casts = [func for func, shape in sizes_of.made if shape == (20, 32) and func is torch.ops.aten._to_copy.default]
+    assert len(casts) == 1
+
+
+def test_other_ways_to_run(draft: Any) -> None:
+    """Operations are counted (a head's three products), and torch.compile leaves the loss as it is."""
+    p = problem(draft)
+    with FlopCounterMode(display=False) as counter:
+        loss = fused(draft, p).loss
+    assert counter.get_total_flops() == 3 * 2 * sum(SIZES) * 32 * 20
+    compiled = torch.compile(lambda: fused(draft, p).loss * 2, backend="aot_eager")()
+    assert_close(compiled, 2 * loss)
+    assert_close(all_gradients(draft, p, compiled), all_gradients(draft, p, 2 * loss))
 
 
 @pytest.mark.parametrize("chunk", [3, 256])

@@ -41,7 +41,7 @@ class AnyHead:
         """See `Head`."""
         with torch.set_grad_enabled(self._wanted):
             self._states_ND = states_ND.detach().requires_grad_(self._wanted)
-            self._logits_NW = self._compute(self._states_ND)
+            self._logits_NW = self._compute(self._states_ND[:])  # no leaf: hooks of FlopCounterMode cannot stand on one
         return self._logits_NW.detach().clone()  # what is written into it, the way back must not see
 
     def back(self, d_logits_NW: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class MatrixHead:
         """See `Head`."""
         with torch.set_grad_enabled(self._wanted):
             self._states_ND = states_ND.detach().requires_grad_(self._wanted)
-            self._hidden_ND = self._before(self._states_ND)
+            self._hidden_ND = self._before(self._states_ND[:])  # no leaf: hooks of FlopCounterMode cannot stand on one
         self._read_ND = self._hidden_ND.detach().to(self._weight_WD.dtype)
         with torch.autocast(self._weight_WD.device.type, enabled=False):
             return nn.functional.linear(self._read_ND, self._weight_WD, self._bias_W)
@@ -88,8 +88,6 @@ class MatrixHead:
             if self._d_bias_W is not None:
                 self._d_bias_W += d_logits_NW.sum(0, dtype=self._d_bias_W.dtype)
             d_hidden_ND = (d_logits_NW @ self._weight_WD).to(self._hidden_ND.dtype)
-        if self._hidden_ND is self._states_ND:
-            return d_hidden_ND
         d_states_ND, *found = torch.autograd.grad(self._hidden_ND, [self._states_ND, *(p for p, _ in self._others)], d_hidden_ND)
         del self._hidden_ND
         for (_, total), d in zip(self._others, found, strict=True):
@@ -100,7 +98,7 @@ class MatrixHead:
 def add_product(total_WD: Tensor, left_WN: Tensor, right_ND: Tensor) -> None:
     """total += left @ right, in the total's precision: a sum kept in bfloat16 loses what is added last."""
     if total_WD.dtype == left_WN.dtype:
-        total_WD.addmm_(left_WN, right_ND)
+        torch.addmm(total_WD, left_WN, right_ND, out=total_WD)
     elif total_WD.is_cuda and total_WD.dtype == torch.float32:
         torch.addmm(total_WD, left_WN, right_ND, out_dtype=torch.float32, out=total_WD)
     else:

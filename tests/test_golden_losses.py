@@ -1,0 +1,48 @@
+"""Objectives against recorded losses of speculators and NeMo Automodel (see golden/README.md), whose α is over the draft's vocabulary."""
+
+from typing import Any
+
+import pytest
+import torch
+from recorded import Recorded
+from torch import Tensor
+from torch.testing import assert_close
+
+from foredraft.loss import Taught, objective, step_weights
+from foredraft.loss.rows import Against, differentiate
+
+
+def rows_of(logits_NW: Tensor, p_NW: Tensor, weight_N: Tensor, loss: Any, mass: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Per row: our loss, its gradient times the weight, and α."""
+    count = len(logits_NW)
+    taught = Taught(p_NW.argmax(-1), torch.full((count,), mass), p_NW)
+    gradient_NW = logits_NW.clone()
+    found = differentiate(gradient_NW, Against(taught, torch.arange(count), weight_N, objective(loss)), True)
+    return found.loss_N, gradient_NW, found.accepted_N
+
+
+@pytest.mark.parametrize(("ours", "theirs"), {"kl": "kl_div", "tv": "tv", "nla": "nla", "lk": "lk_hybrid"}.items())
+def test_speculators(ours: str, theirs: str) -> None:
+    """A teacher whose every token the draft can name: then both α are one. Where it cannot, ours is the smaller."""
+    tensors = {name: t[0] for name, t in Recorded("speculators_losses").tensors.items()}
+    arguments = tensors["inputs.logits"], tensors["inputs.targets"].softmax(-1), tensors["inputs.weights"], ours
+    loss_N, gradient_NW, accepted_N = rows_of(*arguments)
+    assert_close(loss_N, tensors[f"{theirs}.elementwise"], rtol=1e-5, atol=1e-6)
+    assert_close(gradient_NW, tensors[f"{theirs}.grad"], rtol=1e-4, atol=1e-6)
+    assert rows_of(*arguments, mass=0.5)[2].lt(accepted_N).all()
+
+
+@pytest.mark.parametrize("kind", ["alpha", "lambda"])
+def test_nemo(kind: str) -> None:
+    """Its LK-λ has one λ per step, of the step's mean α, and cross-entropy for KL: a weighted sum of ours."""
+    tensors, total = Recorded(f"nemo_lk_{kind}").tensors, torch.zeros(())
+    for step, share in enumerate(step_weights(3, 0.8)):
+        here = tensors[f"step{step}.position_mask"][..., 0].bool()
+        logits_NW, p_NW = tensors[f"step{step}.logits"][here], tensors[f"step{step}.target_probs"][here]
+        ones = torch.ones(len(p_NW))
+        scale = float((-3 * rows_of(logits_NW, p_NW, ones, "tv")[2].mean()).exp())
+        asked: Any = "nla" if kind == "alpha" else {"ce": scale, "tv": 1 - scale}
+        loss = rows_of(logits_NW, p_NW, ones, asked)[0].mean()
+        assert_close(loss, tensors[f"step{step}.loss"], rtol=1e-5, atol=1e-6)
+        total = total + share * loss
+    assert_close(total, tensors["loss"], rtol=1e-5, atol=1e-6)
