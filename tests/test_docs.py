@@ -54,6 +54,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / "examples" / file.name).write_text(yaml.safe_dump(fields))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("foredraft.doctor.dynamic.NEW_TOKENS", 8)
     default_registry.cache_clear()
     yield tmp_path
     default_registry.cache_clear()

@@ -74,6 +74,7 @@ def commands(work: Path) -> Iterator[tuple[object, ...]]:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("foredraft.doctor.dynamic.NEW_TOKENS", 8)
     yield Command(monkeypatch, capsys)
     forget()
 

@@ -143,15 +143,15 @@ def forced(
     return {name: reference(head, logits, supervisor, at, ones).metrics for name, supervisor in against.items()}, possible
 
 
-def greedy(draft: Any) -> tuple[list[Tensor], Any]:
-    """A `choose` that takes the likeliest token, and the list of logits it sees."""
+def likeliest(drafter: Any, draft: Any, ids: Tensor, aux_1NA: Tensor, limit: int) -> tuple[list[int], list[Tensor]]:
+    """What a drafter proposes where the likeliest token is chosen, and the logits [W] that each was chosen from."""
     seen: list[Tensor] = []
 
     def choose(logits_W: Tensor, drafted: list[int]) -> tuple[int, None]:
         seen.append(logits_W.clone())
         return int(draft.draft_ids[logits_W.argmax()]), None
 
-    return seen, choose
+    return drafter.propose(ids, aux_1NA, limit, choose)[0], seen
 
 
 def chi_square(counts_V: Tensor, p_V: Tensor) -> float:

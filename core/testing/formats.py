@@ -20,7 +20,7 @@ from ..files.tensor_names import TARGET_HEAD
 from ..formats import import_draft
 from ..formats.content import algorithm_of, recognise
 from ..registry import DEFAULT_ALGORITHM
-from .case import Case, greedy, reduced
+from .case import Case, likeliest, reduced
 from .common import Conformance, gap, missing, registry_of, shipped
 from .engines import changed
 from .tiny import tiny_config
@@ -142,9 +142,8 @@ class FormatTests(Conformance):
 def drafted(case: Case) -> Tensor:
     """The logits that two tokens are drafted from, after a text."""
     ids = torch.tensor(case.rows([["uuaaaaaaaa"]])[0]["input_ids"])
-    seen, choose = greedy(case.draft)
-    case.method.drafter(case.draft).propose(ids, case.aux(ids)[:, :-1].to(case.draft.dtype), 2, choose)
-    return torch.stack(seen)
+    aux_1NA = case.aux(ids)[:, :-1].to(case.draft.dtype)
+    return torch.stack(likeliest(case.method.drafter(case.draft), case.draft, ids, aux_1NA, 2)[1])
 
 
 def own_tensors(draft: Any) -> dict[str, Tensor]:
