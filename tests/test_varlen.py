@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from foredraft import ForedraftError
 from foredraft.draft.attention import Unrolled, kernel_for, kernels, patterns, unrolled_segments
 from foredraft.draft.attention import unrolled as merging
-from foredraft.draft.attention.segments import Segments, segments
+from foredraft.draft.attention.segments import Segments, inputs_segments, packed_segments, slots_segments
 from foredraft.draft.attention.varlen import varlen, varlen_backward
 
 SCALE = 0.3
@@ -183,7 +183,7 @@ def test_a_backward_that_is_not_told_of_the_merge_is_caught(kernel: str, monkeyp
 def test_operator(kernel: str, whole: bool) -> None:
     """Its fake implementation, schema and compiled form agree with it; so do all kernels, forward and backward."""
     documents, slots = read(BATCHES["documents, gaps, padding"])
-    found = segments(documents, None if whole else slots)
+    found = inputs_segments(documents) if whole else packed_segments(documents, slots)
     bounds = (found["cu_q"], found["cu_k"], found["max_q"], found["max_k"])
     torch.manual_seed(0)
     q, grad = torch.randn(2, int(bounds[0][-1]), 4, 8, dtype=torch.float64)
@@ -220,22 +220,25 @@ def test_half_precision_is_near(kernel: str, dtype: torch.dtype) -> None:
 
 
 class TestSegments:
-    def test_queries_stand_on_their_own_keys(self) -> None:
-        """Each slot's row sees its document up to itself; every key is in one segment, and none is without a query."""
-        for rows in BATCHES.values():
-            documents, slots = read(rows)
-            length = documents.shape[1]
-            for found, wanted in ((segments(documents, slots), slots), (segments(documents), torch.arange(length).expand(len(rows), -1))):
-                seen = self.seen(found, wanted.numel())
-                for n, slot in enumerate(wanted.flatten().tolist()):
-                    b = n // wanted.shape[1]
-                    document = [b * length + s for s in range(slot + 1) if documents[b, s] == documents[b, slot]]
-                    assert seen[n] == document
-                assert int(found["cu_k"][-1]) == documents.numel()
+    @pytest.mark.parametrize("rows", BATCHES)
+    def test_queries_stand_on_their_own_keys(self, rows: str) -> None:
+        """Each slot's row sees its document up to itself. Only where segments stand one after the other is a row in vain."""
+        documents, slots = read(BATCHES[rows])
+        every = torch.arange(documents.shape[1]).expand(len(documents), -1)
+        packed, alone = packed_segments(documents, slots), slots_segments(documents, slots)
+        for found, wanted in ((packed, slots), (alone, slots), (inputs_segments(documents), every)):
+            for slot, seen in zip(wanted.flatten().tolist(), self.seen(found, wanted), strict=True):
+                b = seen[0] // documents.shape[1]
+                assert seen == [b * documents.shape[1] + s for s in range(slot + 1) if documents[b, s] == documents[b, slot]], (
+                    f"slot {slot} of row {b}"
+                )
+        assert alone["asked"] is None
+        assert int(alone["cu_q"][-1]) == (~padding_of(slots)).sum()
+        assert int(packed["cu_k"][-1]) == documents.numel()
 
     @staticmethod
-    def seen(found: Segments, count: int) -> list[list[int]]:
-        place = list(range(count)) if found["place"] is None else found["place"].tolist()
+    def seen(found: Segments, wanted: Tensor) -> list[list[int]]:
+        place = list(range(wanted.numel())) if found["place"] is None else found["place"].tolist()
         spans, keys = kernels.Bounds(found["cu_q"], found["cu_k"], 0, 0).spans(), {}
         for q, q_end, k, k_end in spans:
             keys |= {row: list(range(k, k_end - (q_end - 1 - row))) for row in range(q, q_end)}

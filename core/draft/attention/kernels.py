@@ -1,6 +1,7 @@
 """Varlen attention by several kernels, each as `forward` and `backward`; which one a device can run.
 
-q [rows, H, d], k and v [keys, h, d], cu_q and cu_k [n+1] int32: segment i's queries see its keys causally, the last query the last key.
+q [rows, H, d], k and v [keys, h, d], cu_q and cu_k [n+1] int32: segment i's queries see its keys causally, the last query the last key
+(cu_k may be [n, 2] for kernels that are not `PACKED`, see `Segments`).
 `forward` returns the output [rows, H, d] and the log-sum-exp of the scores [H, rows]. `backward` is given both, and takes them at
 their word: each weight is exp(score - lse), the softmax's correction Σ grad·out. Where they are those of a softmax over more keys than
 these (a merge), so is the gradient; rows whose log-sum-exp is +inf give none.
@@ -8,6 +9,7 @@ these (a merge), so is the gradient; rows whose log-sum-exp is +inf give none.
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +34,8 @@ class Bounds(NamedTuple):
 
     def spans(self) -> list[tuple[int, int, int, int]]:
         """First query, last, first key, last of each segment, ends exclusive; waits for the device."""
-        q, k = self.cu_q.tolist(), self.cu_k.tolist()
-        return list(zip(q, q[1:], k, k[1:], strict=False))
+        keys = self.cu_k if self.cu_k.ndim == 2 else torch.stack([self.cu_k[:-1], self.cu_k[1:]], dim=1)
+        return [(*rows, *among) for rows, among in zip(pairwise(self.cu_q.tolist()), keys.tolist(), strict=True)]
 
 
 class Eager:
@@ -94,14 +96,16 @@ class FlashCPU:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Bounds, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See the module."""
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=precise(x)) for x in (k, v))
         for rows, parts in _blocks(bounds):
             for i, (keys, causal) in enumerate(parts):
                 args = (*(_heads(x, at) for x, at in ((grad, rows), (q, rows), (k, keys), (v, keys), (out, rows))), lse[None, :, rows])
                 parts_of = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, 0.0, causal, scale=scale)
-                d_query, dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in parts_of)
+                d_query, d_key, d_value = (x[0].transpose(0, 1) for x in parts_of)
                 dq[rows] = dq[rows] + d_query if i else d_query
-        return dq, dk, dv
+                dk[keys] += d_key
+                dv[keys] += d_value
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 class Flash:
@@ -152,6 +156,9 @@ class FlashAttn:
         dq, dk, dv = (x[..., : q.shape[-1]].contiguous() for x in found)
         return dq, dk, dv
 
+
+PACKED = ("flash", "flash-attn")
+"""Kernels that want one segment after the other."""
 
 KERNELS: dict[str, Any] = {"eager": Eager, "flash-cpu": FlashCPU, "flash": Flash, "flash-attn": FlashAttn}
 

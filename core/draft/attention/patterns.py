@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernels import kernel_for
+from .kernels import PACKED, kernel_for
 from .masked import block_mask, dense_mask, masked_dense, masked_flex
-from .segments import Segments, segments, unrolled_segments
+from .segments import Segments, packed_segments, slots_segments, unrolled_segments
 from .unrolled import joint_attention, unrolled_eager
 
 Backend = Literal["auto", "eager", "flex"]
@@ -90,16 +90,18 @@ class Unrolled:
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over `keys[0]` [B, h, S, d] and the same-slot entries `keys[1:]` [B, h, Q, d]; see `Pattern.attend`."""
         kernel = kernel_for(q_BHQd.device, q_BHQd.dtype, q_BHQd.shape[-1], self.kernel)
-        return joint_attention(q_BHQd, keys, values, self._segments(len(keys), rows), scale, kernel)
+        return joint_attention(q_BHQd, keys, values, self._segments(len(keys), rows, kernel), scale, kernel)
 
-    def _segments(self, entries: int, rows: Tensor | None) -> Segments:
+    def _segments(self, entries: int, rows: Tensor | None, kernel: str) -> Segments:
         """Of the slots, of all inputs, or of other rows of the first call; all layers and steps share them."""
         if entries == 1 and rows is not None and rows is not self.slots:
-            return segments(self.documents, rows)
+            return (packed_segments if kernel in PACKED else slots_segments)(self.documents, rows)
         if self.segments is None and not self._made:
             self._made.update(unrolled_segments(self.documents, self.slots))
         made = self._made if self.segments is None else self.segments
-        return made["inputs" if entries == 1 and rows is None else "slots"]
+        if entries == 1 and rows is None:
+            return made["inputs"]
+        return made["packed" if kernel in PACKED else "slots"]
 
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
