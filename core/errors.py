@@ -1,6 +1,6 @@
 """One error type for everything a user can mend, and the wording of near misses."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,11 @@ def describe_validation(error: "ValidationError", known: Mapping[str, Any], with
         else:
             lines.append(f"{key}={e['input']!r:.200}: {e['msg']}")
     return "\n  ".join(lines)
+
+
+def few(items: Sequence[str], most: int = 5) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 @contextmanager

@@ -520,15 +520,11 @@ class TestMeasuring:
         assert (tmp_path / "plot.png").stat().st_size > 0
 
     def test_command_line(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-        from typer import Typer
-
-        import foredraft.cli.decode as commands
+        from foredraft.cli import app, decode
 
         target, draft = self.pair()
-        monkeypatch.setattr(commands, "load_target", lambda *_: (target, letter_tokenizer()))
-        monkeypatch.setattr(commands, "load_draft_for", lambda *_: draft)
-        app = Typer()
-        commands.add_to(app)
+        monkeypatch.setattr(decode, "load_target", lambda *_: (target, letter_tokenizer()))
+        monkeypatch.setattr(decode, "load_draft_for", lambda *_: draft)
         (tmp_path / "some.jsonl").write_text('{"prompt": "ho"}\n')
         pair = ["--target", "t", "--draft", "d", "--max-new-tokens", "8", "--tree"]
         out = CliRunner().invoke(app, ["generate", "ho", *pair, "3,4,12"])

@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import ForedraftError, printable
-from . import data, decode, doctor, draw, formats, init, inspect, new, serve, train
+from . import data, decode, doctor, formats, inspect, new, train
 
 app = typer.Typer(
     name="foredraft",
@@ -18,8 +18,25 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
-for module in (train, init, decode, serve, doctor, data, inspect, draw, formats, new):
-    module.add_to(app)
+COMMANDS = {
+    "train": train.train,
+    "init": train.init,
+    "generate": decode.generate,
+    "eval": decode.evaluate,
+    "serve-command": formats.serve,
+    "doctor": doctor.doctor,
+    "preview": data.preview,
+    "regenerate": data.regenerate,
+    "info": inspect.info,
+    "plugins": inspect.plugins,
+    "targets": inspect.targets,
+    "draw": inspect.draw,
+    "import": formats.import_,
+    "export": formats.export,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+app.add_typer(new.commands, name="new")
 
 
 @app.callback()

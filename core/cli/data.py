@@ -13,6 +13,7 @@ from .common import DtypeOption, StrictOption, TargetOption, load_target, loads_
 SplitOption = Annotated[str, typer.Option(help="split of the source, as in train[:100]")]
 
 
+@loads_target
 def preview(
     source: Annotated[str, typer.Argument(help="JSONL, parquet or datasets source of conversations")],
     target: TargetOption,
@@ -47,6 +48,7 @@ def preview(
     console.print(pack(conversations, tokenizer, length, strict=strict).info.description)
 
 
+@loads_target
 def regenerate(
     source: Annotated[str, typer.Argument(help="conversations or prompts to answer")],
     target: TargetOption,
@@ -80,9 +82,3 @@ def regenerate(
         seed=seed,
     )
     print(f"{written} conversations answered into {out}")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command()(loads_target(preview))
-    app.command()(loads_target(regenerate))

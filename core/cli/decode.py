@@ -24,6 +24,7 @@ TreeOption = Annotated[
 ]
 
 
+@loads_target
 def generate(
     prompt: Annotated[str, typer.Argument(help="what to ask")],
     target: TargetOption,
@@ -74,6 +75,7 @@ def generate(
     print(f"\nτ {stats.tau:.2f} ({drafted}), accepted per position: {acceptance}; {tokens / seconds:.1f} tokens/s ({model.dtype})")
 
 
+@loads_target
 def evaluate(
     target: TargetOption,
     prompts: Annotated[list[Path], typer.Option(help="conversations or prompts, in any form that training reads; may be given again")],
@@ -154,9 +156,3 @@ def _found(draft: str | None, algorithm: str | None, options: list[str] | None) 
     if draft is not None or algorithm is None:
         raise ForedraftError("who drafts? Pass --draft DIRECTORY, or --algorithm NAME [key=value ...] for one that needs no draft")
     return algorithm_and_draft(default_registry().make_algorithm(algorithm, parse_options(options or [])))[0]
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command()(loads_target(generate))
-    app.command("eval")(loads_target(evaluate))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
+@loads_target
 def doctor(
     draft: Annotated[str, typer.Argument(help="directory or hub id of a draft, ours or anybody's")],
     loading: Loading,
@@ -87,8 +88,3 @@ def _show(found: "list[Finding]", done: list[str], fix: Path | None) -> None:
         console.print(table)
     counts = {kind: sum(f.severity == kind for f in found) for kind in COLOURS}
     console.print(", ".join(f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items()))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(loads_target(doctor))

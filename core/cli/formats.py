@@ -1,14 +1,15 @@
-"""`foredraft import` and `foredraft export`."""
+"""`foredraft import`, `foredraft export` and `foredraft serve-command`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..contracts.loading import Loading
-from .common import TargetOption, loads_target
+from ..contracts.loading import Loading, Repository
+from .common import DraftTokensOption, TargetOption, loads_target
 
 
+@loads_target
 def import_(
     source: Annotated[str, typer.Argument(help="directory or hub id of a draft in a format that `foredraft plugins` lists")],
     out: Annotated[Path, typer.Argument(help="where the draft of ours goes")],
@@ -48,7 +49,16 @@ def export(
     print(export_draft(draft, out, form, num_draft_tokens))
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command(name="import")(loads_target(import_))
-    app.command()(export)
+@loads_target
+def serve(
+    draft: Annotated[str, typer.Argument(help="directory or hub id of the draft")],
+    target: TargetOption,
+    loading: Repository,
+    engine: Annotated[str, typer.Option(help="serving system (see `foredraft plugins`)")] = "vllm",
+    num_draft_tokens: DraftTokensOption = None,
+) -> None:
+    """Print the command line that serves a draft, or why the engine does not serve it."""
+    from ..formats.serving import serve_command
+    from ..registry import default_registry
+
+    print(serve_command(default_registry().engine(engine)(), draft, target, num_draft_tokens, loading))

@@ -1,4 +1,4 @@
-"""`foredraft info`, `foredraft plugins` and `foredraft targets`."""
+"""`foredraft info`, `foredraft plugins`, `foredraft targets` and `foredraft draw`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +9,7 @@ from ..contracts.loading import Loading
 from .common import loads_target, show_keys
 
 
+@loads_target
 def info(
     name: Annotated[str, typer.Argument(help="a target or a draft: a directory or an id on the hub; or the name of a plugin")],
     loading: Loading,
@@ -99,8 +100,13 @@ def targets(
         write_text(write, as_markdown(verdicts))
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command()(loads_target(info))
-    app.command()(plugins)
-    app.command()(targets)
+def draw(
+    algorithm: Annotated[str, typer.Argument(help="a drafting algorithm (see `foredraft plugins`)")],
+    options: Annotated[list[str] | None, typer.Argument(help="its options, key=value")] = None,
+    out: Annotated[Path | None, typer.Option(help="the picture; default: mask_ALGORITHM.png")] = None,
+) -> None:
+    """Draw who sees whom in a training step of an algorithm, from the mask that training uses."""
+    from ..training.draw import draw_mask
+    from ..training.settings import parse_options
+
+    print(draw_mask(algorithm, out or Path(f"mask_{algorithm}.png"), parse_options(options or [])))

@@ -147,8 +147,3 @@ def versions(version: str) -> str:
 def camel(name: str) -> str:
     """`my_model` as a class is called: `MyModel`."""
     return "".join(part.capitalize() for part in name.split("_"))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.add_typer(commands, name="new")

@@ -1,7 +1,6 @@
 """Mends a copy of a draft where what it should be is certain: from another field, from the tensors, or from the target."""
 
 import copy
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from ..contracts.finding import Finding
 from ..errors import ForedraftError
-from ..files.ours import WEIGHTS
+from ..files.ours import write_files
 from ..files.raw import SIDE_FILE, Checkpoint
 from ..files.writing import check_new, replacing
 from .mends import MENDS, Copy
@@ -79,11 +78,7 @@ def _measured(changed: Subject, accepted: Callable[[Subject], float | None]) -> 
 
 
 def _write(draft: Checkpoint, folder: Path) -> None:
-    from safetensors.torch import save_file
-
     for file in draft.path.iterdir():
         if file.is_file() and (file.name == SIDE_FILE or not file.name.endswith(NOT_COPIED)) and file.stat().st_size < 2**28:
             shutil.copyfile(file, folder / file.name)
-    (folder / "config.json").write_text(json.dumps(draft.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save_file({name: draft.tensor(name).contiguous().clone() for name in draft.tensors}, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)
+    write_files(folder, draft.config, {name: draft.tensor(name).clone() for name in draft.tensors})

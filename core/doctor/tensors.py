@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..contracts.engine import architecture_of
 from ..contracts.finding import Finding, error, note, warning
-from ..errors import ForedraftError
+from ..errors import ForedraftError, few
 from ..files.raw import read_tensor
 from ..files.spellings import flat
 from ..files.tensor_names import TARGET_HEAD
@@ -45,14 +45,14 @@ def names(s: Subject) -> Iterator[Finding]:
     if missing := sorted(set(needed) - set(s.names) - elsewhere):
         yield error(
             "tensors-missing",
-            _few(missing),
+            few(missing),
             "vLLM loads the draft without a word and runs it on uninitialised memory; so does SGLang",
             "copy the file of the training anew, or clear the flags in config.json that ask for them",
         )
     if needed and (extra := sorted(n for n in set(s.names) - set(needed) - set(allowed) - elsewhere if not n.endswith(HARMLESS))):
         yield warning(
             "tensors-unexpected",
-            _few([s.names[name] for name in extra]),
+            few([s.names[name] for name in extra]),
             "vLLM refuses the draft, SGLang skips them without a word",
             "set the flags in config.json that ask for them, or leave them out of the file",
         )
@@ -62,7 +62,7 @@ def names(s: Subject) -> Iterator[Finding]:
     ]:
         yield error(
             "tensors-shape",
-            _few(
+            few(
                 [
                     f"{name} {list(found or ())}, expected {['?' if n is None else n for n in asked]}"
                     for name, found, asked in sorted(shapes)
@@ -82,7 +82,7 @@ def names(s: Subject) -> Iterator[Finding]:
         files = sorted({file.name for file in s.draft.doubles.values()})
         yield error(
             "tensors-twice",
-            f"{_few(differ)} in {', '.join(files)} and, with other values, in another file; no index says which counts",
+            f"{few(differ)} in {', '.join(files)} and, with other values, in another file; no index says which counts",
             "which one is loaded depends on the order in which files are read",
             "take the file out that is not the draft's",
         )
@@ -132,7 +132,7 @@ def flags(s: Subject) -> Iterator[Finding]:
         if there and not said and s.spec.get(flag) is not True:
             yield error(
                 f"{flag.replace('_', '-')}-flag",
-                f"the file holds {_few(there)} ({what}), the config does not set {flag}",
+                f"the file holds {few(there)} ({what}), the config does not set {flag}",
                 "vLLM refuses the draft, SGLang skips them: fc reads states of another size than in training",
                 f"set {flag} to true",
             )
@@ -154,7 +154,7 @@ def biases(s: Subject) -> Iterator[Finding]:
         if s.fields.get(flag) is True and lacking:
             yield error(
                 "bias-tensors",
-                f"{flag}=true, and the file holds no {_few(lacking)}",
+                f"{flag}=true, and the file holds no {few(lacking)}",
                 "engines make biases and leave them uninitialised, or refuse the draft",
                 f"set {flag} to false, if the draft was trained without",
             )
@@ -168,7 +168,7 @@ def biases(s: Subject) -> Iterator[Finding]:
         if there and s.fields.get(flag) is not True:
             yield error(
                 "bias-flag",
-                f"the file holds {_few(there)}, the config does not set {flag}",
+                f"the file holds {few(there)}, the config does not set {flag}",
                 "vLLM refuses the draft, others drop the biases",
                 f"set {flag} to true",
             )
@@ -181,7 +181,7 @@ def qk_norms(s: Subject) -> Iterator[Finding]:
     if there and without != with_norms and (architecture == without or "Llama" in architecture):
         yield error(
             "qk-norm-architecture",
-            f"the file holds {_few(there)}, and {architecture} has no norms on queries and keys",
+            f"the file holds {few(there)}, and {architecture} has no norms on queries and keys",
             "vLLM refuses the draft, SGLang runs it without these norms",
             f"name {with_norms}, and model_type qwen3",
         )
@@ -196,7 +196,7 @@ def upper_norms(s: Subject) -> Iterator[Finding]:
         lacking = [name for pair in single for name in pair if name not in s.names]
         yield note(
             "norm-twin",
-            f"no {_few(lacking)}",
+            f"no {few(lacking)}",
             "vLLM norms these layers by input_layernorm, SGLang by hidden_norm: the one that lacks its name runs without weights",
             "save the norm under both names",
         )
@@ -204,7 +204,7 @@ def upper_norms(s: Subject) -> Iterator[Finding]:
     if differ := [pair[1] for pair in both if not _equal(s.load(pair[0]), s.load(pair[1]))]:
         yield error(
             "norm-twin-differs",
-            f"{_few(differ)} differ from input_layernorm",
+            f"{few(differ)} differ from input_layernorm",
             "vLLM and SGLang apply different norms",
             "save the trained one under both names",
         )
@@ -236,16 +236,16 @@ def values(s: Subject) -> Iterator[Finding]:
     if broken:
         yield error(
             "tensor-nan",
-            f"{_few(broken)}: NaN or infinite",
+            f"{few(broken)}: NaN or infinite",
             "every logit is NaN: nothing is accepted, some engines crash",
             "use an earlier checkpoint; the training diverged, or a cast to float16 overflowed",
         )
     if zero:
-        yield error("tensor-zero", f"{_few(zero)}: all zeros", "what passes through it is lost", "copy the file of the training anew")
+        yield error("tensor-zero", f"{few(zero)}: all zeros", "what passes through it is lost", "copy the file of the training anew")
     if same:
         yield error(
             "rows-equal",
-            f"{_few(same)}: all rows are the same",
+            f"{few(same)}: all rows are the same",
             "all tokens, or all features, look alike: the draft cannot tell them apart",
             "copy the file of the training anew; it was filled with a constant, or broadcast while it was exported",
         )
@@ -285,10 +285,6 @@ def head(s: Subject) -> Iterator[Finding]:
             "loaders that tie put the embedding in the head's place",
             "set tie_word_embeddings to false",
         )
-
-
-def _few(items: list[str]) -> str:
-    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
 
 
 CHECKS = (names, flags, biases, qk_norms, upper_norms, values, dtypes, head)

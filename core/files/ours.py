@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
@@ -38,6 +38,17 @@ def save_draft(draft: DraftModel, path: str | Path, state_dict: Mapping[str, Ten
         accompany(draft.config.to_dict(), temporary, Path(path))
         (temporary / WEIGHTS).chmod(0o644)  # safetensors makes it private to the user; servers often run as another
     return Path(path)
+
+
+def write_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Config and weights of a draft in any format."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)
+    (folder / "config.json").write_text(_json(config), encoding="utf-8")
+
+
+def _json(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
 
 def load_draft(path: str | Path, registry: Registry, algorithm: AlgorithmBase) -> Any:
@@ -132,5 +143,5 @@ def record(path: str | Path, measured: Mapping[str, Any]) -> None:
     """Note measured figures in the `foredraft` entry of a draft's config.json, atomically, and in its card."""
     before, fields = read_config(path), read_config(path)
     fields["foredraft"]["measured"] = {**fields["foredraft"].get("measured", {}), **measured}
-    write_text(Path(path) / "config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    write_text(Path(path) / "config.json", _json(fields))
     renew_card(fields, Path(path), before)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..errors import ForedraftError
+from ..errors import ForedraftError, few
 
 DRAFT_FILES = re.compile(
     r"(generation_)?config\.json|README\.md|custom_generate|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
@@ -88,9 +88,9 @@ def check_place(path: str | Path) -> None:
     path = Path(path)
     if path.is_dir():
         if strangers := sorted(file.name for file in path.iterdir() if not DRAFT_FILES.fullmatch(file.name)):
-            names = ", ".join(strangers[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
             raise ForedraftError(
-                f"'{path}' holds more than a draft: {names}\n  choose another directory, or move them away: what is there would be replaced"
+                f"'{path}' holds more than a draft: {few(strangers)}\n"
+                "  choose another directory, or move them away: what is there would be replaced"
             )
     elif os.path.lexists(path):
         raise ForedraftError(f"'{path}' is no directory: name one, new or with a draft in it")

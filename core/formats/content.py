@@ -7,7 +7,7 @@ from typing import Any
 from ..contracts.algorithm import AlgorithmBase
 from ..contracts.engine import Config
 from ..contracts.format import FormatBase
-from ..errors import ForedraftError
+from ..errors import ForedraftError, few
 from ..registry import Registry
 
 Names = Collection[str]
@@ -102,7 +102,6 @@ def seen(config: Config, names: Names, most: int = 24) -> str:
     """What a checkpoint holds, two lines."""
 
     def some(items: Names) -> str:
-        items = sorted(items)
-        return ", ".join(i[:80] for i in items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "") or "nothing"
+        return few([item[:80] for item in sorted(items)], most) or "nothing"
 
     return f"  seen: tensors {some(names)}\n        config fields {some(config)}"

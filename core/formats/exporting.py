@@ -1,15 +1,12 @@
 """`foredraft export`: a draft of ours in a format that engines do not need, but other tools ask for."""
 
-import json
 from pathlib import Path
-
-from safetensors.torch import save_file
 
 from ..auto import auto_draft
 from ..contracts.algorithm import tokens_to_draft
 from ..errors import ForedraftError, nearest
 from ..files.hub import find_draft
-from ..files.ours import WEIGHTS
+from ..files.ours import write_files
 from ..files.reading import read_config
 from ..files.tensor_names import TARGET_HEAD
 from ..files.writing import check_new, replacing
@@ -40,7 +37,5 @@ def export_draft(
     own = {name: tensor.contiguous() for name, tensor in state.items() if name not in left_out}
     config, tensors = registry.format(form)().write(draft, own, algorithm_of(state, registry, draft.algorithm.name), tokens)
     with replacing(out) as temporary:
-        save_file(dict(tensors), temporary / WEIGHTS, metadata={"format": "pt"})
-        (temporary / WEIGHTS).chmod(0o644)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_files(temporary, config, tensors)
     return Path(out)

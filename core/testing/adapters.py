@@ -14,7 +14,7 @@ from ..errors import ForedraftError
 from ..files.ours import save_draft
 from ..target.target import Target
 from .common import TOLERANCE, Conformance, check_dtype, check_gradients, gap, missing, registry_of, shipped
-from .disk import check_config, check_names, check_round_trip, names_on_disk
+from .disk import check_config, check_names, check_round_trip
 from .passes import ASCENDING, CASES, DOCUMENTS, ONE, POSITIONS, Probe, build, chain, check_lossless, decode, everywhere, fused, inputs
 from .tiny import tiny_batch, tiny_model, tiny_rows, tiny_signal
 
@@ -169,14 +169,12 @@ class AdapterTests(Conformance):
 
     def test_config_on_disk(self, draft: BaseDraft, tmp_path: Path) -> None:
         """`config.json` as engines read it."""
-        save_draft(draft, tmp_path / "draft")
-        check_config(tmp_path / "draft", draft)
+        check_config(save_draft(draft, tmp_path), draft)
 
     def test_names_on_disk(self, draft: BaseDraft, tmp_path: Path) -> None:
         """Tensor names as engines read them."""
         fused(draft)
-        save_draft(draft, tmp_path / "draft")
-        check_names(draft.config.foredraft["architecture"], draft.config.num_hidden_layers, names_on_disk(tmp_path / "draft"))
+        check_names(save_draft(draft, tmp_path), draft)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_dtypes(self, draft: BaseDraft, dtype: torch.dtype) -> None:

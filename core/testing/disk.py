@@ -16,8 +16,11 @@ from .common import randomize
 from .tensor_names import LAYOUTS, tensor_names
 
 
-def check_names(architecture: str, num_layers: int, names: set[str]) -> None:
+def check_names(directory: Path, draft: Any) -> None:
     """The tensors' names are those that engines read for the architecture claimed; skips one that no engine is known for."""
+    architecture, num_layers = draft.config.foredraft["architecture"], draft.config.num_hidden_layers
+    with safe_open(directory / WEIGHTS, "pt") as file:
+        names = set(file.keys())
     prefixed = sorted(n for n in names if n.startswith("model."))
     assert not prefixed, f"{', '.join(prefixed)}: no name may begin with 'model.' (base_model_prefix must be '')"
     if architecture not in LAYOUTS:
@@ -74,9 +77,3 @@ def check_round_trip(draft: Any, registry: Registry, directory: Path) -> Any:
         "(an _init_weights of your own, or a parameter that is no part of the file)"
     )
     return again
-
-
-def names_on_disk(directory: Path) -> set[str]:
-    """The names of all tensors in the weights file."""
-    with safe_open(directory / WEIGHTS, "pt") as file:
-        return set(file.keys())

@@ -1,20 +1,18 @@
 """`FormatTests`: what every format must do, whoever writes it; see `docs/testing.md`."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..auto import auto_draft
 from ..contracts.finding import Finding
 from ..contracts.format import FormatBase
 from ..errors import ForedraftError
-from ..files.ours import WEIGHTS
+from ..files.ours import write_files
 from ..files.raw import Checkpoint
 from ..files.tensor_names import TARGET_HEAD
 from ..formats import import_draft
@@ -133,8 +131,7 @@ class FormatTests(Conformance):
         """The draft in the format, on disk."""
         config, tensors = self.write(form, draft, own_tensors(draft))
         directory.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / WEIGHTS)
-        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        write_files(directory, config, tensors)
         return Checkpoint.open(directory)
 
 
