@@ -20,7 +20,22 @@ from foredraft.draft.attention.patterns import MaskFunction
 from foredraft.loss import Labels, chunked, rows_at_once
 
 
-class DFlash(AlgorithmBase):
+class DFlashOptions(Frozen):
+    """Options of DFlash."""
+
+    block_size: int = Field(16, ge=2, le=4096, description="slots of a block, its anchor included: one more than it drafts")
+    gamma: float | None = Field(None, gt=0, description="slot j weighs exp(-(j-1)/gamma); default: 7, 5 or 4 for 16, 10 or 8 slots")
+    weighting: Literal["decay", "dpace"] = Field(
+        "decay", description="of slots: decay, by gamma; dpace, by the draft's confidence (D-PACE)"
+    )
+    dpace_alpha: float = Field(0.5, gt=0, le=1, description="D-PACE: how far the draft's confidence is smoothed towards 1")
+    anchors: int = Field(512, ge=1, description="blocks drawn per row of training data, at most")
+    num_layers: int = Field(5, ge=1, le=512, description="decoder layers of the draft; they run once for all drafted tokens")
+    num_aux: int | None = Field(None, ge=1, le=512, description="target layers whose hidden states are read; default: num_layers")
+    mask_token_id: int | None = Field(None, ge=0, description="stands for tokens not known yet; default: one that the data never uses")
+
+
+class DFlash(AlgorithmBase[DFlashOptions]):
     """The block of anchor a: slot 0 reads x_a, slots j ≥ 1 read the mask token; slot j sits at position a + j and predicts x_{a+j}.
 
     The target's features are keys and values of every layer, never queries. Training draws random anchors in assistant spans.
@@ -33,19 +48,7 @@ class DFlash(AlgorithmBase):
 
     told_by = frozenset({"fc.weight", "hidden_norm.weight"})
 
-    class Options(Frozen):
-        """Options of DFlash."""
-
-        block_size: int = Field(16, ge=2, le=4096, description="slots of a block, its anchor included: one more than it drafts")
-        gamma: float | None = Field(None, gt=0, description="slot j weighs exp(-(j-1)/gamma); default: 7, 5 or 4 for 16, 10 or 8 slots")
-        weighting: Literal["decay", "dpace"] = Field(
-            "decay", description="of slots: decay, by gamma; dpace, by the draft's confidence (D-PACE)"
-        )
-        dpace_alpha: float = Field(0.5, gt=0, le=1, description="D-PACE: how far the draft's confidence is smoothed towards 1")
-        anchors: int = Field(512, ge=1, description="blocks drawn per row of training data, at most")
-        num_layers: int = Field(5, ge=1, le=512, description="decoder layers of the draft; they run once for all drafted tokens")
-        num_aux: int | None = Field(None, ge=1, le=512, description="target layers whose hidden states are read; default: num_layers")
-        mask_token_id: int | None = Field(None, ge=0, description="stands for tokens not known yet; default: one that the data never uses")
+    Options = DFlashOptions
 
     @property
     def spec(self) -> DraftSpec:
@@ -83,7 +86,7 @@ class DFlash(AlgorithmBase):
     @property
     def max_tokens(self) -> int:
         """The slots of a block behind its anchor."""
-        return int(self.options.block_size) - 1
+        return self.options.block_size - 1
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Evenly spaced from the second layer to the third from the end, as in the published drafts; the middle one if it is but one."""

@@ -21,7 +21,21 @@ from foredraft.draft.config import eagle_fields
 from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
 
 
-class Eagle3(AlgorithmBase):
+class Eagle3Options(Frozen):
+    """Options of EAGLE-3."""
+
+    ttt_steps: int = Field(7, ge=1, le=512, description="drafting steps unrolled in training (training-time test)")
+    step_decay: float = Field(0.8, gt=0, le=1, description="weight of each step relative to the one before")
+    num_layers: int = Field(1, ge=1, le=512, description="decoder layers of the draft")
+    num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
+    fc_norm: bool = Field(False, description="norm each aux chunk before fc (EAGLE-3.1)")
+    norm_output: bool = Field(False, description="feed back the post-norm state (EAGLE-3.1)")
+    norm_before_residual: bool = Field(False, description="the layer adds to the normed features (speculators' default)")
+    qk_norm: bool = Field(False, description="norms on queries and keys: a Qwen3-shaped draft")
+    loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
+
+
+class Eagle3(AlgorithmBase[Eagle3Options]):
     """Slot t holds the target's features after x_t and the embedding of x_{t+1}; it predicts x_{t+2}.
 
     At step k the same slot reads x_{t+1+k} and its own output of step k-1, and predicts x_{t+2+k}.
@@ -32,18 +46,7 @@ class Eagle3(AlgorithmBase):
 
     told_by = frozenset({"fc.weight", "layers.0.hidden_norm.weight"})
 
-    class Options(Frozen):
-        """Options of EAGLE-3."""
-
-        ttt_steps: int = Field(7, ge=1, le=512, description="drafting steps unrolled in training (training-time test)")
-        step_decay: float = Field(0.8, gt=0, le=1, description="weight of each step relative to the one before")
-        num_layers: int = Field(1, ge=1, le=512, description="decoder layers of the draft")
-        num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
-        fc_norm: bool = Field(False, description="norm each aux chunk before fc (EAGLE-3.1)")
-        norm_output: bool = Field(False, description="feed back the post-norm state (EAGLE-3.1)")
-        norm_before_residual: bool = Field(False, description="the layer adds to the normed features (speculators' default)")
-        qk_norm: bool = Field(False, description="norms on queries and keys: a Qwen3-shaped draft")
-        loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
+    Options = Eagle3Options
 
     @property
     def spec(self) -> DraftSpec:
@@ -115,17 +118,20 @@ class Eagle3(AlgorithmBase):
         return AutoregressiveDrafter(draft)
 
 
+class Eagle31Options(Eagle3Options):
+    """Options of EAGLE-3.1: EAGLE-3's, with other defaults."""
+
+    fc_norm: bool = Field(True, description="norm each aux chunk before fc")
+    norm_output: bool = Field(True, description="feed back the post-norm state")
+
+
 class Eagle31(Eagle3):
     """EAGLE-3.1: EAGLE-3 with a norm on every aux chunk, whose post-norm state is fed back."""
 
     name = "eagle31"
     summary = "EAGLE-3 with normed aux states and normed feedback"
 
-    class Options(Eagle3.Options):
-        """Options of EAGLE-3.1: EAGLE-3's, with other defaults."""
-
-        fc_norm: bool = Field(True, description="norm each aux chunk before fc")
-        norm_output: bool = Field(True, description="feed back the post-norm state")
+    Options = Eagle31Options
 
 
 @hookimpl

@@ -31,7 +31,16 @@ class ResidualHead(nn.Module):
         return x_ND + F.silu(F.linear(x_ND, self.weight))
 
 
-class Medusa(AlgorithmBase):
+class MedusaOptions(Frozen):
+    """Options of Medusa."""
+
+    num_heads: int = Field(4, ge=1, le=512, description="positions drafted, a head each")
+    num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
+    head_decay: float = Field(0.8, gt=0, le=1, description="weight of each head relative to the one before (the paper's λ_k)")
+    loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
+
+
+class Medusa(AlgorithmBase[MedusaOptions]):
     """Head k at slot t reads the target's features after x_t and predicts x_{t+2+k}; no head sees what another one drafted.
 
     Where the paper's heads read the target's last hidden state and own a vocabulary head each, these read fused aux states and share one.
@@ -40,13 +49,7 @@ class Medusa(AlgorithmBase):
     name = "medusa"
     summary = "one head per drafted position on the target's features; no attention"
 
-    class Options(Frozen):
-        """Options of Medusa."""
-
-        num_heads: int = Field(4, ge=1, le=512, description="positions drafted, a head each")
-        num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
-        head_decay: float = Field(0.8, gt=0, le=1, description="weight of each head relative to the one before (the paper's λ_k)")
-        loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
+    Options = MedusaOptions
 
     @property
     def spec(self) -> DraftSpec:
@@ -61,7 +64,7 @@ class Medusa(AlgorithmBase):
     @property
     def max_tokens(self) -> int:
         """One per head."""
-        return int(self.options.num_heads)
+        return self.options.num_heads
 
     def modules(self, draft: DraftModel) -> dict[str, nn.Module | nn.Parameter]:
         """The heads."""

@@ -25,7 +25,21 @@ from foredraft.draft.config import eagle_fields
 from foredraft.loss import Loss, Teacher, chunked, objective
 
 
-class PEagle(AlgorithmBase):
+class PEagleOptions(Frozen):
+    """Options of P-EAGLE."""
+
+    num_depths: int = Field(8, ge=1, le=512, description="tokens drafted in one forward, at most")
+    ratio: float = Field(0.7, gt=0, le=1, description="share of the anchors trained on at a depth, relative to the depth before")
+    floor: float = Field(0.2, ge=0, le=1, description="least share of the anchors trained on at a depth")
+    num_layers: int = Field(4, ge=1, le=512, description="decoder layers of the draft; they run once for all drafted tokens")
+    num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
+    fc_norm: bool = Field(False, description="norm each aux chunk (of mask_hidden, too) before fc")
+    qk_norm: bool = Field(False, description="norms on queries and keys: a Qwen3-shaped draft")
+    loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
+    mask_token_id: int | None = Field(None, ge=0, description="stands for tokens not known yet; default: one that the data never uses")
+
+
+class PEagle(AlgorithmBase[PEagleOptions]):
     """Element (anchor a, depth d) predicts x_{a+2+d} from the text up to x_{a+1}; at depth 0 it is EAGLE-3's slot a.
 
     Deeper ones sit at position a + d and read the mask token and `mask_hidden`: neither x_{a+1+d} nor the target's features of
@@ -37,25 +51,13 @@ class PEagle(AlgorithmBase):
 
     told_by = frozenset({"fc.weight", "layers.0.hidden_norm.weight", "mask_hidden"})
 
-    class Options(Frozen):
-        """Options of P-EAGLE."""
-
-        num_depths: int = Field(8, ge=1, le=512, description="tokens drafted in one forward, at most")
-        ratio: float = Field(0.7, gt=0, le=1, description="share of the anchors trained on at a depth, relative to the depth before")
-        floor: float = Field(0.2, ge=0, le=1, description="least share of the anchors trained on at a depth")
-        num_layers: int = Field(4, ge=1, le=512, description="decoder layers of the draft; they run once for all drafted tokens")
-        num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
-        fc_norm: bool = Field(False, description="norm each aux chunk (of mask_hidden, too) before fc")
-        qk_norm: bool = Field(False, description="norms on queries and keys: a Qwen3-shaped draft")
-        loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
-        mask_token_id: int | None = Field(None, ge=0, description="stands for tokens not known yet; default: one that the data never uses")
+    Options = PEagleOptions
 
     @property
     def spec(self) -> DraftSpec:
         """EAGLE-3's draft with a mask token."""
         o = self.options
-        shape = {"num_layers": o.num_layers, "num_aux": o.num_aux, "qk_norm": o.qk_norm}
-        return DraftSpec(**shape, mask_token=True, mask_token_id=o.mask_token_id)
+        return DraftSpec(num_layers=o.num_layers, num_aux=o.num_aux, qk_norm=o.qk_norm, mask_token=True, mask_token_id=o.mask_token_id)
 
     @property
     def wiring(self) -> Fused:
@@ -65,7 +67,7 @@ class PEagle(AlgorithmBase):
     @property
     def max_tokens(self) -> int:
         """One per depth: deeper ones were not trained."""
-        return int(self.options.num_depths)
+        return self.options.num_depths
 
     def modules(self, draft: DraftModel) -> dict[str, nn.Module | nn.Parameter]:
         """`mask_hidden` [1, 1, A], small: it enters the residual stream, where a large one is noise to all depths."""

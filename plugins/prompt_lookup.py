@@ -9,22 +9,25 @@ from foredraft import hookimpl
 from foredraft.contracts import Choose, DrafterBase, DraftModel, Frozen
 
 
-class PromptLookup(DrafterBase):
+class PromptLookupOptions(Frozen):
+    """Options of prompt lookup."""
+
+    max_ngram: int = Field(3, ge=1, description="tokens at the end of the text that are looked for; where they are not found, fewer")
+    num_tokens: int = Field(10, ge=1, le=512, description="tokens drafted at once, at most")
+
+
+class PromptLookup(DrafterBase[PromptLookupOptions]):
     """Finds the longest n-gram that ends the text in the text before, and drafts what followed it: for answers that quote their prompts."""
 
     name = "prompt_lookup"
     summary = "what followed the newest tokens earlier in the text; no draft model, nothing to train"
 
-    class Options(Frozen):
-        """Options of prompt lookup."""
-
-        max_ngram: int = Field(3, ge=1, description="tokens at the end of the text that are looked for; where they are not found, fewer")
-        num_tokens: int = Field(10, ge=1, le=512, description="tokens drafted at once, at most")
+    Options = PromptLookupOptions
 
     @property
     def max_tokens(self) -> int:
         """As the options say."""
-        return int(self.options.num_tokens)
+        return self.options.num_tokens
 
     def drafter(self, draft: DraftModel | None) -> "PromptLookup":
         """Itself: all that it knows is the text."""

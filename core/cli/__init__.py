@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import metadata
 from typing import Annotated
 
@@ -18,7 +19,7 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "train": train.train,
     "init": train.init,
     "generate": decode.generate,

@@ -2,6 +2,8 @@
 
 Dimension key: `B` batch, `S` target positions, `Q` draft query slots, `K` drafting steps, `D` draft hidden, `A` num_aux × target
 hidden, `T` target hidden, `V` target vocabulary, `W` draft vocabulary, `H` heads, `d` head dim, `N` compacted rows, `R` teacher rows.
+In few places: `L` tokens of one text, `C` rows of a chunk, `U` samples, `M` anchors drawn in a row, `E` elements or entries, `F` nodes of
+a tree that are expanded together, `k` the best of what is ranked, `X` any width.
 Layer ids are indices into HF `hidden_states`: 0 is the embedding output, i the output of the i-th decoder layer.
 """
 

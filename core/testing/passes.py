@@ -31,15 +31,18 @@ CASES: dict[str, tuple[DraftSpec, Wiring]] = {
 """Drafts and wirings that algorithms ask for."""
 
 
-class Probe(AlgorithmBase):
+class ProbeOptions(Frozen):
+    """Which of `CASES` to ask for."""
+
+    case: str
+
+
+class Probe(AlgorithmBase[ProbeOptions]):
     """Asks for one of `CASES`, and no more: the checks ask the draft itself."""
 
     name = "probe"
 
-    class Options(Frozen):
-        """Which of `CASES` to ask for."""
-
-        case: str
+    Options = ProbeOptions
 
     @property
     def spec(self) -> DraftSpec:
