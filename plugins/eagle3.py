@@ -16,7 +16,7 @@ from foredraft.contracts.options import Frozen
 from foredraft.data.supervision import reachable
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft import Fused
-from foredraft.draft.attention import Unrolled, UnrolledCache, unrolled_segments
+from foredraft.draft.attention import Lookup, Unrolled, UnrolledCache, unrolled_segments
 from foredraft.draft.config import eagle_fields
 from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
 
@@ -103,13 +103,12 @@ class Eagle3(AlgorithmBase[Eagle3Options]):
         pattern = Unrolled(batch["documents"], slots_BQ, draft.kernel, batch.get("segments"))
         cache = UnrolledCache()
         context = draft.project_hidden_states(aux_BSA)
-        embeds = draft.embed_input_ids(ids_BS.roll(-1, dims=1))
+        embeds = Lookup(draft.embed_input_ids(ids_BS.roll(-1, dims=1)))  # all steps read the same tokens
         hidden_BQD = draft.backbone(embeds, context, Layout(positions_BS, pattern, slots_BQ), cache)
         states = [hidden_BQD]
         positions_BQ = positions_BS.gather(1, slots_BQ)
         for k in range(1, self.options.ttt_steps):
-            embeds = draft.embed_input_ids(ids_BS.gather(1, (slots_BQ + 1 + k).clamp(max=last)))
-            hidden_BQD = draft.backbone(embeds, hidden_BQD, Layout(positions_BQ + k, pattern), cache)
+            hidden_BQD = draft.backbone(embeds.at((slots_BQ + k).clamp(max=last)), hidden_BQD, Layout(positions_BQ + k, pattern), cache)
             states.append(hidden_BQD)
         return states
 

@@ -19,7 +19,7 @@ from foredraft.contracts.options import Frozen
 from foredraft.data.supervision import reachable
 from foredraft.decoding import choose_in_turn
 from foredraft.draft import Fused
-from foredraft.draft.attention import Causal, DecodingCache, Masked
+from foredraft.draft.attention import Causal, DecodingCache, Lookup, Masked
 from foredraft.draft.attention.patterns import MaskFunction
 from foredraft.draft.config import eagle_fields
 from foredraft.loss import Loss, Teacher, chunked, objective
@@ -150,7 +150,10 @@ class PEagle(AlgorithmBase[PEagleOptions]):
         """The draft's states at `batch["supervised"]`, [B, Q, D]."""
         ids_BS, anchors_BE, depths_BE, rows_BQ = (batch[name] for name in ("input_ids", "anchors", "depths", "supervised"))
         sees = sees_earlier(anchors_BE, depths_BE, batch["documents"])
-        embeds, context = with_masks(draft, ids_BS.roll(-1, dims=1), aux_BSA, anchors_BE.shape[1] - ids_BS.shape[1])
+        embeds, context = with_masks(draft, ids_BS.roll(-1, dims=1), aux_BSA, 1)
+        # All masked elements read the same two states, which stand behind those of the slots.
+        inputs_BE = anchors_BE.where(depths_BE == 0, ids_BS.shape[1])
+        embeds, context = Lookup(embeds, inputs_BE), Lookup(context, inputs_BE)
         positions = batch["positions"].gather(1, anchors_BE) + depths_BE
         return draft.backbone(embeds, context, Layout(positions, Masked(sees), rows_BQ))
 

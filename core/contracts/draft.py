@@ -133,7 +133,10 @@ class DraftModel(Plugin):
 
     @abstractmethod
     def backbone(self, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
-        """The decoder layers: the state to feed back, [B, Q', D]. Under the wiring `Fused`, S = Q: a context for each embedding."""
+        """The decoder layers: the state to feed back, [B, Q', D]. Under the wiring `Fused`, S = Q: a context for each embedding.
+
+        Where embeddings or states repeat, `foredraft.draft.attention.Lookup` stands for them, and `Fused` projects each once.
+        """
 
     @abstractmethod
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:

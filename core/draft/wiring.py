@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Layout, Pattern
-from .attention.geometry import Rotary, take_rows
+from .attention.geometry import Rotary
+from .attention.lookup import Beside, Lookup, take_rows
 from .layer import take_over
 from .recompute import recomputed
 
@@ -95,25 +96,34 @@ class Fused(_Stack):
             aux_BSA = torch.cat([norm(chunk) for norm, chunk in zip(draft.fc_norm, chunks, strict=True)], dim=-1)
         return super().project(draft, aux_BSA)
 
-    def backbone(self, draft: DraftModel, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
-        """Output at `layout.rows`, [B, Q', D]; embedding and context are those of the same inputs."""
-        rotary, hidden_BQD = draft.rotary_emb(embeds_BQD, layout.positions), context_BSD
+    def backbone(self, draft: DraftModel, embeds_BQD: Any, context_BSD: Any, layout: Layout, cache: KeyValueCache | None) -> Tensor:
+        """Output at `layout.rows`, [B, Q', D]; embedding and context are those of the same inputs, either may be a `Lookup`."""
+        like = embeds_BQD.table_BUX if isinstance(embeds_BQD, Lookup) else embeds_BQD
+        rotary, hidden_BQD = draft.rotary_emb(like, layout.positions), context_BSD
         for i, layer in enumerate(draft.layers):
             # The layers below the last work on every input: the next one needs its keys and values.
             rows = layout.rows if i == len(draft.layers) - 1 else None
-            run = partial(self._layer, layer, rotary, layout.pattern, rows)
-            inputs = (hidden_BQD,) if i else (hidden_BQD, embeds_BQD)
-            hidden_BQD = recomputed(layer, run, *inputs, cache=cache)
+            inputs = [hidden_BQD]
+            if i == 0:
+                inputs.append(self._looked_up(layer, embeds_BQD) if isinstance(embeds_BQD, Lookup) else embeds_BQD)
+            hidden_BQD = recomputed(layer, partial(self._layer, layer, rotary, layout.pattern, rows), *inputs, cache=cache)
         hidden_BQD = hidden_BQD if len(draft.layers) else take_rows(hidden_BQD, layout.rows)
         return draft.norm(hidden_BQD) if self.norm_output else hidden_BQD
 
-    def _layer(self, layer: Any, rotary: Rotary, pattern: Pattern, rows: Rows, hidden_BQD: Tensor, *rest: Any) -> Tensor:
+    def _looked_up(self, layer: Any, embeds_BQD: Lookup) -> Lookup:
+        """The embeddings under their norm, with their half of what attention projects."""
+        width = 2 * embeds_BQD.shape[-1]
+        return embeds_BQD.prepared(
+            layer.input_layernorm, [m.weight for m in layer.self_attn.modules() if isinstance(m, nn.Linear) and m.in_features == width]
+        )
+
+    def _layer(self, layer: Any, rotary: Rotary, pattern: Pattern, rows: Rows, hidden_BQD: Any, *rest: Any) -> Tensor:
         """A layer's output; `rest` are the embeddings, which the first layer reads too, and the cache."""
         *embeds, cache = rest
-        x = layer.input_layernorm(*(embeds or [hidden_BQD]))
+        x = layer.input_layernorm(*(embeds or [hidden_BQD])) if not (embeds and isinstance(embeds[0], Lookup)) else embeds[0]
         if embeds:
-            normed_BQD = layer.hidden_norm(hidden_BQD)
-            x = torch.cat([x, normed_BQD], dim=-1)
+            normed_BQD = hidden_BQD.each(layer.hidden_norm) if isinstance(hidden_BQD, Lookup) else layer.hidden_norm(hidden_BQD)
+            x = Beside(x, normed_BQD) if isinstance(x, Lookup) else torch.cat([x, normed_BQD], dim=-1)
             hidden_BQD = normed_BQD if self.norm_before_residual else hidden_BQD
         return layer.attend(take_rows(hidden_BQD, rows), x, rotary, pattern, cache, rows)
 

@@ -1,8 +1,9 @@
 """Attention = geometry (how q, k, v are projected) × pattern (who sees whom)."""
 
 from .cache import DecodingCache, UnrolledCache
-from .geometry import GroupedQueryAttention, take_rows
+from .geometry import GroupedQueryAttention
 from .kernels import kernel_for
+from .lookup import Lookup, take_rows
 from .mla import MultiHeadLatentAttention
 from .patterns import Causal, Full, Masked, Unrolled
 from .segments import unrolled_segments
@@ -12,6 +13,7 @@ __all__ = [
     "DecodingCache",
     "Full",
     "GroupedQueryAttention",
+    "Lookup",
     "Masked",
     "MultiHeadLatentAttention",
     "Unrolled",

@@ -8,16 +8,10 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ...contracts.draft import KeyValueCache, Pattern
+from .lookup import take_rows
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin, each [B, Q, d]."""
-
-
-def take_rows(x_BSX: Tensor, rows: Tensor | int | None) -> Tensor:
-    """The inputs `rows` [B, Q] of x, or so many of the last, [B, Q, X]; all of them if rows is None."""
-    if isinstance(rows, int):
-        return x_BSX[:, x_BSX.shape[1] - rows :]
-    return x_BSX if rows is None else x_BSX.gather(1, rows[..., None].expand(-1, -1, x_BSX.shape[-1]))
 
 
 def among_keys(rows: Tensor | int | None, keys: Sequence[Tensor], x_BSX: Tensor) -> Tensor | None:
