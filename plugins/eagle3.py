@@ -103,7 +103,7 @@ class Eagle3(AlgorithmBase[Eagle3Options]):
         pattern = Unrolled(batch["documents"], slots_BQ, draft.kernel, batch.get("segments"))
         cache = UnrolledCache()
         context = draft.project_hidden_states(aux_BSA)
-        embeds = Lookup(draft.embed_input_ids(ids_BS.roll(-1, dims=1)))  # all steps read the same tokens
+        embeds: Any = Lookup(draft.embed_input_ids(ids_BS.roll(-1, dims=1)))  # all steps read the same tokens
         hidden_BQD = draft.backbone(embeds, context, Layout(positions_BS, pattern, slots_BQ), cache)
         states = [hidden_BQD]
         positions_BQ = positions_BS.gather(1, slots_BQ)

@@ -153,9 +153,9 @@ class PEagle(AlgorithmBase[PEagleOptions]):
         embeds, context = with_masks(draft, ids_BS.roll(-1, dims=1), aux_BSA, 1)
         # All masked elements read the same two states, which stand behind those of the slots.
         inputs_BE = anchors_BE.where(depths_BE == 0, ids_BS.shape[1])
-        embeds, context = Lookup(embeds, inputs_BE), Lookup(context, inputs_BE)
+        inputs: tuple[Any, Any] = Lookup(embeds, inputs_BE), Lookup(context, inputs_BE)
         positions = batch["positions"].gather(1, anchors_BE) + depths_BE
-        return draft.backbone(embeds, context, Layout(positions, Masked(sees), rows_BQ))
+        return draft.backbone(*inputs, Layout(positions, Masked(sees), rows_BQ))
 
     def drafter(self, draft: Any) -> "ParallelDrafter":
         """Drafts a chain in one forward."""

@@ -103,7 +103,7 @@ class Fused(_Stack):
         for i, layer in enumerate(draft.layers):
             # The layers below the last work on every input: the next one needs its keys and values.
             rows = layout.rows if i == len(draft.layers) - 1 else None
-            inputs = [hidden_BQD]
+            inputs: list[Any] = [hidden_BQD]
             if i == 0:
                 inputs.append(self._looked_up(layer, embeds_BQD) if isinstance(embeds_BQD, Lookup) else embeds_BQD)
             hidden_BQD = recomputed(layer, partial(self._layer, layer, rotary, layout.pattern, rows), *inputs, cache=cache)
@@ -120,10 +120,13 @@ class Fused(_Stack):
     def _layer(self, layer: Any, rotary: Rotary, pattern: Pattern, rows: Rows, hidden_BQD: Any, *rest: Any) -> Tensor:
         """A layer's output; `rest` are the embeddings, which the first layer reads too, and the cache."""
         *embeds, cache = rest
-        x = layer.input_layernorm(*(embeds or [hidden_BQD])) if not (embeds and isinstance(embeds[0], Lookup)) else embeds[0]
-        if embeds:
+        x: Any
+        if not embeds:
+            x = layer.input_layernorm(hidden_BQD)
+        else:
             normed_BQD = hidden_BQD.each(layer.hidden_norm) if isinstance(hidden_BQD, Lookup) else layer.hidden_norm(hidden_BQD)
-            x = Beside(x, normed_BQD) if isinstance(x, Lookup) else torch.cat([x, normed_BQD], dim=-1)
+            looked_up = isinstance(embeds[0], Lookup)
+            x = Beside(embeds[0], normed_BQD) if looked_up else torch.cat([layer.input_layernorm(embeds[0]), normed_BQD], dim=-1)
             hidden_BQD = normed_BQD if self.norm_before_residual else hidden_BQD
         return layer.attend(take_rows(hidden_BQD, rows), x, rotary, pattern, cache, rows)
 
