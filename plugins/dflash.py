@@ -15,8 +15,8 @@ from foredraft.contracts.draft import Batch, Layout
 from foredraft.contracts.options import Frozen
 from foredraft.decoding import choose_in_turn
 from foredraft.draft import Prefix
-from foredraft.draft.attention import DecodingCache, Full, Masked
-from foredraft.draft.attention.patterns import MaskFunction
+from foredraft.draft.attention import DecodingCache, Full, Ranged, ranges
+from foredraft.draft.attention.patterns import Ranges
 from foredraft.loss import Labels, chunked, rows_at_once
 
 
@@ -130,7 +130,8 @@ class DFlash(AlgorithmBase[DFlashOptions]):
         queries = [block * steps + k for k, block in enumerate(blocks)]
         labels = [flat_BMK[..., k].flatten()[block] for k, block in enumerate(blocks)]
         counts, nobody = torch.tensor([len(block) for block in blocks]), torch.empty(0, dtype=torch.long)
-        return Plan(counts, nobody, {"anchors": anchors_BM, "queries": queries, "labels": labels})
+        seen = block_ranges(anchors_BM, batch["positions"], self.options.block_size)
+        return Plan(counts, nobody, {"anchors": anchors_BM, "queries": queries, "labels": labels, "ranges": seen})
 
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
         """Cross-entropy against the text, Σ w CE / Σ w with w = exp(-(j-1)/γ) (equation 4); or D-PACE's, see `dpace_weights`."""
@@ -153,10 +154,8 @@ class DFlash(AlgorithmBase[DFlashOptions]):
         position_BM = batch["positions"].gather(1, anchors_BM)
         slot_s = torch.arange(size, device=anchors_BM.device)
         positions = torch.cat([batch["positions"], (position_BM[..., None] + slot_s).flatten(1)], dim=1)
-        sees = sees_block(anchors_BM, anchors_BM - position_BM, context_BSD.shape[1], size)
-        drafted = torch.arange(ids_BMs[0].numel(), device=anchors_BM.device).view(-1, size)[:, 1:].flatten()
-        rows_BQ = (context_BSD.shape[1] + drafted).expand(len(anchors_BM), -1)
-        layout = Layout(positions, Masked(sees), rows_BQ)
+        rows_BQ = drafted_slots(anchors_BM, context_BSD.shape[1], size)
+        layout = Layout(positions, Ranged(batch["ranges"], draft.kernel), rows_BQ)
         return draft.backbone(draft.embed_input_ids(ids_BMs.flatten(1)), context_BSD, layout)
 
     @torch.no_grad()
@@ -178,20 +177,23 @@ class DFlash(AlgorithmBase[DFlashOptions]):
         return BlockDrafter(draft, self.options.block_size)
 
 
-def sees_block(anchors_BM: Tensor, starts_BM: Tensor, context: int, size: int) -> MaskFunction:
-    """Who sees whom among `context` features and the blocks of `size` slots behind them.
+def block_ranges(anchors_BM: Tensor, positions_BS: Tensor, size: int) -> Ranges:
+    """Who sees whom among the context's S features and the blocks of `size` slots behind them.
 
-    A slot sees the features from `starts_BM`, where its document begins, up to its anchor (exclusive: the target has not read x_a
-    yet), and its own block both ways.
+    A slot sees the features of its document up to its anchor (exclusive: the target has not read x_a yet), and its own block both ways.
     """
+    (rows, blocks), context = anchors_BM.shape, positions_BS.shape[1]
+    begin_BM = anchors_BM - positions_BS.gather(1, anchors_BM)
+    own_BM = (context + size * torch.arange(blocks)).expand(rows, -1)
+    first, end = (torch.stack(pair, dim=-1) for pair in ((begin_BM, own_BM), (anchors_BM, own_BM + size)))
+    first, end = (F.pad(x.repeat_interleave(size, dim=1), (0, 0, context, 0)) for x in (first, end))  # the context itself asks nothing
+    return ranges(first, end, drafted_slots(anchors_BM, context, size), blocks * size)
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block = (query - context) // size
-        first = context + block * size
-        before = (starts_BM[batch, block] <= key) & (key < anchors_BM[batch, block])
-        return before | ((first <= key) & (key < first + size))
 
-    return sees
+def drafted_slots(anchors_BM: Tensor, context: int, size: int) -> Tensor:
+    """Slots 1, 2, ... of every block among all inputs, [B, M·(size-1)]."""
+    slots = torch.arange(anchors_BM.shape[1] * size, device=anchors_BM.device).view(-1, size)[:, 1:].flatten()
+    return (context + slots).expand(len(anchors_BM), -1)
 
 
 def dpace_weights(smoothed_MK: Tensor) -> Tensor:

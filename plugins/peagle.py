@@ -16,11 +16,12 @@ from foredraft.contracts.draft import Batch, Layout
 from foredraft.contracts.engine import Files
 from foredraft.contracts.finding import Finding, error
 from foredraft.contracts.options import Frozen
+from foredraft.data.collate import positions_within
 from foredraft.data.supervision import reachable
 from foredraft.decoding import choose_in_turn
 from foredraft.draft import Fused
-from foredraft.draft.attention import Causal, DecodingCache, Lookup, Masked
-from foredraft.draft.attention.patterns import MaskFunction
+from foredraft.draft.attention import Causal, DecodingCache, Lookup, Ranged, ranges
+from foredraft.draft.attention.patterns import Ranges
 from foredraft.draft.config import eagle_fields
 from foredraft.loss import Loss, Teacher, chunked, objective
 
@@ -116,21 +117,22 @@ class PEagle(AlgorithmBase[PEagleOptions]):
     def arrange(self, batch: Batch, drawn: Sequence[Sequence[Tensor]]) -> Plan:
         """The plan for the anchors `drawn[row][depth]`.
 
-        `anchors` and `depths` [B, E] are the elements: every slot at depth 0, then those drawn at depths 1, 2, ..., then padding.
+        `anchors` and `depths` [B, E] are the elements: every slot at depth 0, then the others by anchor and depth, then padding.
         `supervised` [B, Q] are those with a loss, padded with slot 0. Per depth, `queries[d]` [N_d] index the flattened [B·Q].
         """
         rows, length = batch["input_ids"].shape
         num_depths, slots_S = self.options.num_depths, torch.arange(length)
-        depth_of = [torch.cat([torch.full_like(a, d) for d, a in enumerate(row)]) for row in drawn]
-        anchors_BE = _stack([torch.cat([slots_S, *row[1:]]) for row in drawn], 0)
+        deeper = [_chains(row) for row in drawn]
+        anchors_BE = _stack([torch.cat([slots_S, anchors]) for anchors, _ in deeper], 0)
         # Padding is deeper than any other element: it sees itself, and none of the others sees it.
-        depths_BE = _stack([torch.cat([0 * slots_S, d[len(row[0]) :]]) for d, row in zip(depth_of, drawn, strict=True)], num_depths)
-        supervised_BQ = _stack([torch.cat([row[0], length + torch.arange(sum(map(len, row[1:])))]) for row in drawn], 0)
-        depth_of_query_N = _stack(depth_of, -1).flatten()
+        depths_BE = _stack([torch.cat([0 * slots_S, depths]) for _, depths in deeper], num_depths)
+        supervised_BQ = _stack([torch.cat([row[0], length + torch.arange(len(d))]) for row, (_, d) in zip(drawn, deeper, strict=True)], 0)
+        depth_of_query_N = _stack([torch.cat([0 * row[0], d]) for row, (_, d) in zip(drawn, deeper, strict=True)], -1).flatten()
         queries = [(depth_of_query_N == d).nonzero()[:, 0] for d in range(num_depths)]
         at_BQ = length * torch.arange(rows)[:, None] + (anchors_BE + depths_BE).gather(1, supervised_BQ) + 1
         taught = [at_BQ.flatten()[query] for query in queries]
-        return Plan.taught(queries, taught, anchors=anchors_BE, depths=depths_BE, supervised=supervised_BQ)
+        seen = chain_ranges(anchors_BE, depths_BE, batch["documents"], supervised_BQ, num_depths)
+        return Plan.taught(queries, taught, anchors=anchors_BE, depths=depths_BE, supervised=supervised_BQ, ranges=seen)
 
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
         """The mean objective over all drawn elements of all depths."""
@@ -149,31 +151,35 @@ class PEagle(AlgorithmBase[PEagleOptions]):
     def states(self, draft: DraftModel, batch: Batch, aux_BSA: Tensor) -> Tensor:
         """The draft's states at `batch["supervised"]`, [B, Q, D]."""
         ids_BS, anchors_BE, depths_BE, rows_BQ = (batch[name] for name in ("input_ids", "anchors", "depths", "supervised"))
-        sees = sees_earlier(anchors_BE, depths_BE, batch["documents"])
         embeds, context = with_masks(draft, ids_BS.roll(-1, dims=1), aux_BSA, 1)
         # All masked elements read the same two states, which stand behind those of the slots.
         inputs_BE = anchors_BE.where(depths_BE == 0, ids_BS.shape[1])
         inputs: tuple[Any, Any] = Lookup(embeds, inputs_BE), Lookup(context, inputs_BE)
         positions = batch["positions"].gather(1, anchors_BE) + depths_BE
-        return draft.backbone(*inputs, Layout(positions, Masked(sees), rows_BQ))
+        return draft.backbone(*inputs, Layout(positions, Ranged(batch["ranges"], draft.kernel), rows_BQ))
 
     def drafter(self, draft: Any) -> "ParallelDrafter":
         """Drafts a chain in one forward."""
         return ParallelDrafter(draft, self.options.num_depths)
 
 
-def sees_earlier(anchors_BE: Tensor, depths_BE: Tensor, documents_BS: Tensor) -> MaskFunction:
-    """Who sees whom among the elements: within a document, every earlier or same slot, and the own anchor's chain so far."""
-    documents_BE = documents_BS.gather(1, anchors_BE)
+def chain_ranges(anchors_BE: Tensor, depths_BE: Tensor, documents_BS: Tensor, supervised_BQ: Tensor, num_depths: int) -> Ranges:
+    """Who sees whom among the elements: within a document, every earlier or same slot, and the own anchor's chain so far.
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        anchor_q, anchor_k = anchors_BE[batch, query], anchors_BE[batch, key]
-        depth_q, depth_k = depths_BE[batch, query], depths_BE[batch, key]
-        context = (depth_k == 0) & (anchor_q >= anchor_k)
-        chain = (anchor_q == anchor_k) & (depth_q >= depth_k)
-        return (documents_BE[batch, query] == documents_BE[batch, key]) & (context | chain)
-
-    return sees
+    Padding sees itself, and is seen by none.
+    """
+    rows, count = anchors_BE.shape
+    length, index_E = documents_BS.shape[1], torch.arange(count)
+    padding_BE, slot_E = depths_BE == num_depths, index_E < length
+    # In each row the elements behind the slots ascend by anchor, then depth: a chain lies side by side, padding last.
+    deeper_BE = anchors_BE.where(~padding_BE, length)[:, length:].contiguous()
+    chain_BE = torch.cat([index_E[:length].expand(rows, -1), length + torch.searchsorted(deeper_BE, deeper_BE)], dim=1)
+    chain_BE = torch.where(padding_BE, index_E, chain_BE)
+    begin_BE = (torch.arange(length) - positions_within(documents_BS)).gather(1, anchors_BE)
+    context_end_BE = torch.where(padding_BE, begin_BE, anchors_BE + 1)
+    first = torch.stack([begin_BE, chain_BE], dim=-1)
+    end = torch.stack([context_end_BE, torch.where(slot_E, chain_BE, index_E + 1)], dim=-1)
+    return ranges(first, end, supervised_BQ)
 
 
 def with_masks(draft: DraftModel, ids_BN: Tensor, aux_BNA: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -187,7 +193,7 @@ def with_masks(draft: DraftModel, ids_BN: Tensor, aux_BNA: Tensor, count: int) -
 class ParallelDrafter:
     """Keeps the keys and values of confirmed slots; masked ones are drafted from once and forgotten.
 
-    In a chain from the newest slot, what an element may see (`sees_earlier`) is all that stands before it: attention is causal.
+    In a chain from the newest slot, what an element may see (`chain_ranges`) is all that stands before it: attention is causal.
     """
 
     def __init__(self, draft: DraftModel, num_depths: int):
@@ -202,6 +208,14 @@ class ParallelDrafter:
         positions = torch.arange(start, self.confirmed + limit - 1, device=ids.device)[None]
         hidden_1QD = self.draft.backbone(embeds, context, Layout(positions, Causal(), limit), self.cache)
         return choose_in_turn(self.draft.compute_logits(hidden_1QD)[0], choose)
+
+
+def _chains(row: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Anchors and depths of a row's elements below depth 0, by anchor, then depth."""
+    anchors = torch.cat([row[0][:0], *row[1:]])
+    depths = torch.cat([row[0][:0], *(torch.full_like(a, d) for d, a in enumerate(row[1:], 1))])
+    order = (anchors * (len(row) + 1) + depths).argsort()
+    return anchors[order], depths[order]
 
 
 def _stack(rows: Sequence[Tensor], value: int) -> Tensor:

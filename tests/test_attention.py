@@ -1,19 +1,16 @@
 """Attention patterns against a loop that lists every query's keys, and the backbone on some rows against the whole."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from tiny import tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
+from tiny import spelt_out, tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft.contracts.draft import Layout
-from foredraft.draft.attention import Causal, DecodingCache, Full, Masked, Unrolled, UnrolledCache, patterns, take_rows
-from foredraft.draft.attention.masked import block_mask
-from foredraft.draft.attention.patterns import Backend
+from foredraft.draft.attention import Causal, DecodingCache, Full, Masked, Unrolled, UnrolledCache, take_rows
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
 # Two rows of packed documents and padding; slots with repeats, as a plan pads them with slot 0: they bring the first one's query, and
@@ -66,7 +63,7 @@ def padded_alike(q_BHQd: Tensor) -> Tensor:
 class TestUnrolled:
     @pytest.mark.parametrize("backend", ["auto", "eager"])
     @pytest.mark.parametrize("steps", range(5))
-    def test_equals_brute_force(self, steps: int, backend: Backend) -> None:
+    def test_equals_brute_force(self, steps: int, backend: str) -> None:
         q, keys, values, weights = unrolled_inputs(steps)
         ours = Unrolled(DOCUMENTS, SLOTS, backend).attend(q, keys, values, SCALE, SLOTS)
         reference = brute_force(q, keys, values, DOCUMENTS, SLOTS)
@@ -125,14 +122,14 @@ class TestCausal:
         "documents, rows": (6, 9, True, True),
     }
 
-    @pytest.mark.parametrize("backend", ["auto", "eager"])
+    @pytest.mark.parametrize("kernel", ["auto", "eager"])
     @pytest.mark.parametrize("case", CASES)
-    def test_equals_brute_force(self, case: str, backend: Backend) -> None:
+    def test_equals_brute_force(self, case: str, kernel: str) -> None:
         torch.manual_seed(0)
         queries, known, with_documents, with_rows = self.CASES[case]
         q, k, v = heads(HEADS, queries), heads(KV_HEADS, known), heads(KV_HEADS, known)
         weights = torch.randn(q.shape)
-        pattern = Causal(DOCUMENTS if with_documents else None, backend)
+        pattern = Causal(DOCUMENTS if with_documents else None, kernel)
         documents = DOCUMENTS if with_documents else torch.zeros_like(DOCUMENTS)
         rows = SLOTS if with_rows else torch.arange(known - queries, known).expand(2, -1)
         ours, reference = pattern.attend(q, [k], [v], SCALE, SLOTS if with_rows else None), brute_force(q, [k], [v], documents, rows)
@@ -211,7 +208,7 @@ class TestBackbone:
 
 
 class TestMasked:
-    """A mask function of indices: dense, in chunks and by FlexAttention, against the eager reference."""
+    """A mask function of indices, in chunks, against scores spelt out."""
 
     @staticmethod
     def case(rows: bool) -> tuple[list[torch.Tensor], Any, torch.Tensor | None]:
@@ -229,50 +226,20 @@ class TestMasked:
 
     @pytest.mark.parametrize("rows", [False, True])
     @pytest.mark.parametrize("chunk", [256, 3])
-    def test_dense_equals_eager(self, rows: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_equals_scores_spelt_out(self, rows: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("foredraft.draft.attention.masked.CHUNK", chunk)
         (q, k, v), sees, rows_BQ = self.case(rows)
+        pattern = Masked(sees)
+        mask = pattern.visible(2, q.shape[2], [k.shape[2]], rows_BQ)
         results = []
-        for backend in ("eager", "auto"):
-            out = Masked(sees, backend).attend(q, [k], [v], 0.3, rows_BQ)
+        for out in (pattern.attend(q, [k], [v], 0.3, rows_BQ), spelt_out(q, k, v, mask, 0.3)):
             results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
-        for mine, reference in zip(*results, strict=True):
-            torch.testing.assert_close(mine, reference)
-
-    @pytest.mark.parametrize("rows", [False, True])
-    def test_flex_equals_eager(self, rows: bool) -> None:
-        (q, k, v), sees, rows_BQ = self.case(rows)
-        q, k, v = (t.detach() for t in (q, k, v))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # uncompiled: it materialises the scores, which is what a test may do
-            flex = Masked(sees, "flex").attend(q, [k], [v], 0.3, rows_BQ)
-            eager = Masked(sees, "eager").attend(q, [k], [v], 0.3, rows_BQ)
-        torch.testing.assert_close(flex, eager)
-
-    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-    def test_layers_share_a_block_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It is made once for each number of keys, and is right for each."""
-        (q, k, v), sees, rows_BQ = self.case(rows=True)
-        q, k, v = (t.detach() for t in (q, k, v))
-        made = []
-        monkeypatch.setattr(patterns, "block_mask", lambda *asked: made.append(asked) or block_mask(*asked))
-        pattern = Masked(sees, "flex")
-        for keys, times in ((k.shape[2], 1), (k.shape[2], 1), (k.shape[2] - 1, 2)):
-            entry = [k[:, :, :keys]], [v[:, :, :keys]]
-            assert_close(pattern.attend(q, *entry, 0.3, rows_BQ), Masked(sees, "eager").attend(q, *entry, 0.3, rows_BQ))
-            assert len(made) == times
+        assert_close(*results)
 
     def test_full_sees_every_key(self) -> None:
         (q, k, v), _, _ = self.case(rows=True)
-        everything = Masked(lambda b, h, q, k: (q >= 0) & (k >= 0), backend="eager")
+        everything = Masked(lambda b, h, q, k: (q >= 0) & (k >= 0))
         torch.testing.assert_close(Full().attend(q, [k], [v], 0.3), everything.attend(q, [k], [v], 0.3))
-
-
-def attend_where(visible_BQK: Tensor, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Plain softmax attention over all keys side by side, under a mask that is spelt out."""
-    k, v = (torch.cat(list(entries), dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1) for entries in (keys, values))
-    scores = (q_BHQd @ k.transpose(-1, -2) * SCALE).masked_fill(~visible_BQK[:, None], float("-inf"))
-    return scores.softmax(-1) @ v
 
 
 @pytest.mark.parametrize("entries", [[9], [9, 6, 6]])
@@ -293,4 +260,5 @@ def test_every_pattern_attends_where_it_says(name: str, entries: list[int]) -> N
     keys, values = ([torch.randn(2, KV_HEADS, n, DIM) for n in entries] for _ in range(2))
     visible = patterns[name].visible(2, 6, entries, rows)
     assert visible.shape == (2, 6, sum(entries))
-    assert_close(patterns[name].attend(q, keys, values, SCALE, rows), attend_where(visible, q, keys, values))
+    reference = spelt_out(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), visible, SCALE)
+    assert_close(patterns[name].attend(q, keys, values, SCALE, rows), reference)

@@ -11,16 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigged import letter_tokenizer, predictable_target, trainer_of, written_by, written_rows
 from safetensors import safe_open
-from tiny import Document, backbone_calls, gradients, tiny_batch, tiny_document, tiny_draft, tiny_rows, tiny_signal, tiny_target
+from tiny import (
+    Document,
+    backbone_calls,
+    check_table,
+    gradients,
+    spelt_out,
+    tiny_batch,
+    tiny_document,
+    tiny_draft,
+    tiny_rows,
+    tiny_signal,
+    tiny_target,
+)
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from foredraft import DraftCollator, ForedraftError, auto_draft, evaluate, generate, save_draft
 from foredraft.decoding import DraftingStats
-from foredraft.draft.attention import Masked
-from foredraft.draft.attention.unrolled import unrolled_eager
-from foredraft.plugins.dflash import BlockDrafter, DFlash, dpace_weights, sees_block
+from foredraft.draft.attention import Ranged
+from foredraft.plugins.dflash import BlockDrafter, DFlash, dpace_weights, drafted_slots
 from foredraft.testing import AlgorithmTests
 from foredraft.training import CachedTarget
 
@@ -126,23 +137,18 @@ class TestMask:
                     seen[b, q, length + other] = other // size == q // size
         return seen
 
-    @staticmethod
-    def mask_of(batch: dict[str, Any], size: int) -> Any:
-        anchors = batch["anchors"]
-        starts = anchors - batch["positions"].gather(1, anchors)
-        return sees_block(anchors, starts, batch["input_ids"].shape[1], size)
-
     def test_equals_a_loop(self) -> None:
         batch = tiny_batch(DFlash(block_size=BLOCK), [*ROWS, *tiny_rows([["uuu"]], 26)])
         expected = self.spelt_out(batch, BLOCK)
-        found = Masked(self.mask_of(batch, BLOCK)).visible(3, expected.shape[1], [expected.shape[2]])
+        found = Ranged(batch["ranges"]).visible(3, expected.shape[1], [expected.shape[2]])
         assert torch.equal(found, expected)
         assert (batch["anchors"][2] == 0).all()  # a row without blocks: padding, which sees itself and nothing else
         assert (found[2].sum(-1) == BLOCK).all()
 
     @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-    @pytest.mark.parametrize("backend", ["auto", "flex"])
-    def test_attention_over_it(self, backend: Any) -> None:
+    @pytest.mark.parametrize("kernel", ["auto", "flex"])
+    @pytest.mark.parametrize("last", [True, False])
+    def test_attention_over_it(self, kernel: str, last: bool) -> None:
         """Beyond a block of FlexAttention, and no multiple of one; queries are a part of the inputs."""
         torch.manual_seed(0)
         batch = tiny_batch(DFlash(block_size=5), tiny_rows([["uu" + "a" * 30, "uaaa"], ["u" + "a" * 20]], 41))
@@ -150,12 +156,12 @@ class TestMask:
         queries, keys = mask_BQK.shape[1:]
         assert queries > 128
         assert queries % 128
-        chosen = torch.arange(queries).view(-1, 5)[:, 1:].flatten()
-        rows_BQ = (41 + chosen).expand(2, -1)
-        q, k, v = torch.randn(2, 4, len(chosen), 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)
-        out = Masked(self.mask_of(batch, 5), backend).attend(q, [k], [v], 0.3, rows_BQ)
-        wide_k, wide_v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
-        assert_close(out, unrolled_eager(q, [wide_k], [wide_v], mask_BQK[:, None, chosen], 0.3), rtol=1e-4, atol=1e-5)
+        rows_BQ = drafted_slots(batch["anchors"], 41, 5) if last else None
+        mask_BQK = mask_BQK[:, drafted_slots(batch["anchors"], 0, 5)[0]] if last else mask_BQK
+        q, k, v = torch.randn(2, 4, mask_BQK.shape[1], 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)
+        out = Ranged(batch["ranges"], kernel).attend(q, [k], [v], 0.3, rows_BQ)
+        assert_close(out, spelt_out(q, k, v, mask_BQK, 0.3), rtol=1e-4, atol=1e-5)
+        check_table(batch["ranges"]["queries" if last else "every"], mask_BQK)
 
 
 class TestLoss:

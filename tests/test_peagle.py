@@ -10,15 +10,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigged import letter_tokenizer, predictable_target, trainer_of, written_rows
-from tiny import Document, backbone_calls, tiny_batch, tiny_document, tiny_draft, tiny_rows, tiny_signal, tiny_target
+from tiny import (
+    Document,
+    backbone_calls,
+    check_table,
+    spelt_out,
+    tiny_batch,
+    tiny_document,
+    tiny_draft,
+    tiny_rows,
+    tiny_signal,
+    tiny_target,
+)
 from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft import DraftCollator, ForedraftError, Target, auto_draft, evaluate, generate, save_draft
 from foredraft.decoding import DraftingStats
-from foredraft.draft.attention import Masked
-from foredraft.draft.attention.unrolled import unrolled_eager
-from foredraft.plugins.peagle import PEagle, sees_earlier
+from foredraft.draft.attention import Ranged
+from foredraft.plugins.peagle import PEagle
 from foredraft.training import CachedTarget
 
 MODEL = tiny_target()
@@ -87,7 +97,7 @@ class TestPlan:
                 assert len(drawn[d]) == min(len(pool), int(max(0, len(drawn[0]) - d) * max(ratio**d, floor)))
                 assert drawn[d] == sorted(set(drawn[d]))
             # The elements of the row: its slots, what was drawn, padding that is deeper.
-            deeper = [(a, d) for d, anchors in enumerate(drawn) for a in anchors if d]
+            deeper = sorted((a, d) for d, anchors in enumerate(drawn) for a in anchors if d)
             found = list(zip(batch["anchors"][b].tolist(), batch["depths"][b].tolist(), strict=True))
             padding = len(found) - length - len(deeper)
             assert found == [(a, 0) for a in range(length)] + deeper + [(0, num_depths)] * padding
@@ -132,7 +142,7 @@ class TestPlan:
 
 class TestMask:
     @staticmethod
-    def spelt_out(batch: dict[str, Any]) -> Tensor:
+    def spelt_out(batch: dict[str, Any], depth_of_padding: int) -> Tensor:
         """[B, E, E], by a loop over pairs."""
         anchors, depths = batch["anchors"].tolist(), batch["depths"].tolist()
         rows, count = batch["anchors"].shape
@@ -142,16 +152,15 @@ class TestMask:
             for q in range(count):
                 for k in range(count):
                     (aq, dq), (ak, dk) = ((anchors[b][i], depths[b][i]) for i in (q, k))
-                    seen[b, q, k] = document[q] == document[k] and ((dk == 0 and aq >= ak) or (aq == ak and dq >= dk))
+                    earlier = document[q] == document[k] and ((dk == 0 and aq >= ak) or (aq == ak and dq >= dk))
+                    seen[b, q, k] = q == k if depth_of_padding in (dq, dk) else earlier
         return seen
 
     @pytest.mark.parametrize("length", [None, 31])
     def test_equals_a_loop(self, length: int | None) -> None:
         batch = tiny_batch(PEagle(num_depths=DEPTHS), packed_rows(length=length))
-        expected = self.spelt_out(batch)
-        sees = sees_earlier(batch["anchors"], batch["depths"], batch["documents"])
-        index = torch.arange(expected.shape[1])
-        found = sees(torch.arange(2)[:, None, None], torch.zeros(1).long(), index[:, None], index)
+        expected = self.spelt_out(batch, DEPTHS)
+        found = Ranged(batch["ranges"]).visible(2, expected.shape[1], [expected.shape[1]])
         assert torch.equal(found, expected)
         assert found.diagonal(dim1=1, dim2=2).all()  # no query without a key
         padding = batch["depths"] == DEPTHS
@@ -159,8 +168,8 @@ class TestMask:
         assert not found.masked_select(~padding[:, :, None] & padding[:, None, :]).any()
 
     @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-    @pytest.mark.parametrize(("backend", "rows"), [("auto", True), ("auto", False), ("flex", True)])
-    def test_attention_over_it(self, backend: Any, rows: bool) -> None:
+    @pytest.mark.parametrize(("kernel", "rows"), [("auto", True), ("auto", False), ("flex", True), ("flex", False)])
+    def test_attention_over_it(self, kernel: str, rows: bool) -> None:
         """131 and more elements: beyond a block of FlexAttention, and no multiple of one."""
         torch.manual_seed(0)
         batch = tiny_batch(PEagle(), tiny_rows([["uu" + "a" * 50, "uaaa"], ["u" + "a" * 20]], 61))
@@ -169,11 +178,10 @@ class TestMask:
         assert count % 128
         rows_BQ = batch["supervised"] if rows else torch.arange(count).expand(2, -1)
         q, k, v = torch.randn(2, 4, rows_BQ.shape[1], 8), torch.randn(2, 2, count, 8), torch.randn(2, 2, count, 8)
-        sees = sees_earlier(batch["anchors"], batch["depths"], batch["documents"])
-        out = Masked(sees, backend).attend(q, [k], [v], 0.3, batch["supervised"] if rows else None)
-        mask_B1QK = self.spelt_out(batch).gather(1, rows_BQ[:, :, None].expand(-1, -1, count))[:, None]
-        wide_k, wide_v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
-        assert_close(out, unrolled_eager(q, [wide_k], [wide_v], mask_B1QK, 0.3), rtol=1e-4, atol=1e-5)
+        out = Ranged(batch["ranges"], kernel).attend(q, [k], [v], 0.3, batch["supervised"] if rows else None)
+        mask_BQK = self.spelt_out(batch, 8).gather(1, rows_BQ[:, :, None].expand(-1, -1, count))
+        assert_close(out, spelt_out(q, k, v, mask_BQK, 0.3), rtol=1e-4, atol=1e-5)
+        check_table(batch["ranges"]["queries" if rows else "every"], mask_BQK)
 
 
 class TestTrainingIsServing:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foredraft import Target, auto_draft
@@ -88,3 +89,22 @@ def tiny_draft(
 def chat(*contents: str) -> list[dict[str, Any]]:
     """Messages of user and assistant in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def spelt_out(q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, visible_BQK: Tensor, scale: float) -> Tensor:
+    """Plain softmax attention under a mask that is spelt out."""
+    k, v = (x.repeat_interleave(q_BHQd.shape[1] // x.shape[1], dim=1) for x in (k_BhKd, v_BhKd))
+    return (q_BHQd @ k.mT * scale).masked_fill(~visible_BQK[:, None], float("-inf")).softmax(-1) @ v
+
+
+def check_table(table: Any, visible_BQK: Tensor, block: int = 128) -> None:
+    """Every key that a block of queries sees is in a block of the table, a full one is seen by all of it, and none is there twice."""
+    batch, queries, keys = visible_BQK.shape
+    for b in range(batch):
+        for i in range(-(-queries // block)):
+            part, full = ({*table[f"{n}_at"][b, 0, i, : table[n][b, 0, i]].tolist()} for n in ("partial", "full"))
+            assert not part & full
+            for j in range(-(-keys // block)):
+                seen = visible_BQK[b, i * block : (i + 1) * block, j * block : (j + 1) * block]
+                assert j in part | full or not seen.any()
+                assert j not in full or (seen.all() and seen.shape[1] == block)

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from ..contracts.algorithm import Choose
 from ..contracts.draft import Layout
 from ..draft.attention import Causal, DecodingCache
-from ..draft.attention.patterns import expand_heads
 from ..draft.model import BaseDraft
 from .tree import DraftTree, Rank, TreeShape
 
@@ -102,8 +101,7 @@ class Ancestors:
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
-        k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
-        return F.scaled_dot_product_attention(q_BHQd, k, v, attn_mask=self.mask, scale=scale)
+        return F.scaled_dot_product_attention(q_BHQd, *keys, *values, attn_mask=self.mask, scale=scale, enable_gqa=True)
 
 
 def choose_in_turn(logits: Iterable[Tensor], choose: Choose) -> tuple[list[int], list[Tensor]]:

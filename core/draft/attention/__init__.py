@@ -5,7 +5,7 @@ from .geometry import GroupedQueryAttention
 from .kernels import kernel_for
 from .lookup import Lookup, take_rows
 from .mla import MultiHeadLatentAttention
-from .patterns import Causal, Full, Masked, Unrolled
+from .patterns import Causal, Full, Masked, Ranged, Unrolled, ranges
 from .segments import unrolled_segments
 
 __all__ = [
@@ -16,9 +16,11 @@ __all__ = [
     "Lookup",
     "Masked",
     "MultiHeadLatentAttention",
+    "Ranged",
     "Unrolled",
     "UnrolledCache",
     "kernel_for",
+    "ranges",
     "take_rows",
     "unrolled_segments",
 ]

@@ -1,48 +1,85 @@
-"""Attention under a mask function of indices: dense in chunks of queries, or by FlexAttention."""
+"""Attention under a mask: dense in chunks of queries, or by FlexAttention over tables of blocks."""
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(batch, head, query, key) → may the query look; index tensors that broadcast. The form that FlexAttention takes."""
+
 # Queries at a time: few, so that their common keys are few too.
 CHUNK = 256
+BLOCK = 128
+"""Queries and keys of a block of FlexAttention."""
 
 
-def dense_mask(sees: Callable[..., Tensor], rows_BQ: Tensor, keys: int) -> Tensor:
+def dense_mask(sees: MaskFunction, rows_BQ: Tensor, keys: int) -> Tensor:
     """[B, 1, Q, K], True where the query may look."""
     batch, key = (torch.arange(n, device=rows_BQ.device) for n in (len(rows_BQ), keys))
     mask = sees(batch[:, None, None, None], torch.zeros_like(batch[:1]), rows_BQ[:, None, :, None], key)
     return mask.expand(len(rows_BQ), 1, rows_BQ.shape[1], keys)
 
 
-def masked_dense(q_BHQd: Tensor, k_BHKd: Tensor, v_BHKd: Tensor, sees: Callable[..., Tensor], rows_BQ: Tensor, scale: float) -> Tensor:
+def masked_dense(q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, sees: MaskFunction, rows_BQ: Tensor, scale: float) -> Tensor:
     """SDPA over chunks of queries, each with the keys that any of them sees."""
     parts = []
     for q, rows in zip(q_BHQd.split(CHUNK, dim=2), rows_BQ.split(CHUNK, dim=1), strict=True):
-        mask_B1QK = dense_mask(sees, rows, k_BHKd.shape[2])
+        mask_B1QK = dense_mask(sees, rows, k_BhKd.shape[2])
         seen = mask_B1QK.flatten(0, 2).any(0).nonzero()[:, 0]
-        k, v, mask = k_BHKd.index_select(2, seen), v_BHKd.index_select(2, seen), mask_B1QK.index_select(3, seen)
-        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale))
+        k, v, mask = k_BhKd.index_select(2, seen), v_BhKd.index_select(2, seen), mask_B1QK.index_select(3, seen)
+        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True))
     return torch.cat(parts, dim=2)
 
 
-def block_mask(sees: Callable[..., Tensor], rows_BQ: Tensor, keys: int) -> Any:
-    """The `BlockMask` of FlexAttention. Costly: it tries every query against every key."""
-    from torch.nn.attention.flex_attention import create_block_mask
+class BlockTable(TypedDict):
+    """For each block of queries, which blocks of keys are partly seen, and which by all of it: how many, and their numbers, first those."""
+
+    partial: Tensor
+    """[B, 1, blocks of queries] int32."""
+    partial_at: Tensor
+    """[B, 1, blocks of queries, blocks of keys] int32."""
+    full: Tensor
+    full_at: Tensor
+
+
+def block_table(first_BQR: Tensor, end_BQR: Tensor, keys: int) -> BlockTable:
+    """Of queries that see the keys `first <= key < end` of R ranges, from the outermost of each block: no query is tried against a key."""
+    missing = -first_BQR.shape[1] % BLOCK
+    starts = torch.arange(0, keys, BLOCK, device=first_BQR.device)
+    empty = end_BQR <= first_BQR
+
+    def outermost(x_BQR: Tensor, neutral: int, least: bool) -> Tensor:
+        """[B, blocks, 1, R]."""
+        padded = F.pad(x_BQR, (0, 0, 0, missing), value=neutral).unflatten(1, (-1, BLOCK))
+        return (padded.amin(2) if least else padded.amax(2))[:, :, None]
+
+    nearest, furthest = (outermost(x.masked_fill(empty, n), n, n > 0) for x, n in ((first_BQR, keys), (end_BQR, 0)))
+    touched = ((nearest < starts[:, None] + BLOCK) & (furthest > starts[:, None])).any(-1)
+    latest, earliest = outermost(first_BQR.masked_fill(empty, keys), 0, False), outermost(end_BQR.masked_fill(empty, 0), keys, True)
+    full = ((latest <= starts[:, None]) & (earliest >= starts[:, None] + BLOCK)).any(-1)
+    partial = touched & ~full
+    counts = [x.sum(-1, dtype=torch.int32)[:, None] for x in (partial, full)]
+    order = [x.int().argsort(dim=-1, descending=True, stable=True).int()[:, None] for x in (partial, full)]
+    return BlockTable(partial=counts[0], partial_at=order[0], full=counts[1], full_at=order[1])
+
+
+def masked_flex(
+    q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, sees: MaskFunction, rows_BQ: Tensor, table: BlockTable, scale: float
+) -> Tensor:
+    """FlexAttention, whose kernels skip blocks that are not in the table; it has no backward on the CPU."""
+    from torch.nn.attention.flex_attention import BlockMask
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(batch, head, rows_BQ[batch, query], key)
 
-    return create_block_mask(mask_mod, len(rows_BQ), None, rows_BQ.shape[1], keys, device=rows_BQ.device)
-
-
-def masked_flex(q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, block: Any, scale: float) -> Tensor:
-    """FlexAttention, whose kernels skip blocks of the mask that are empty; it has no backward on the CPU."""
-    out: Tensor = _flex(q_BHQd.is_cuda)(q_BHQd, k_BhKd, v_BhKd, block_mask=block, scale=scale, enable_gqa=True)
+    lengths = (rows_BQ.shape[1], k_BhKd.shape[2])
+    parts = (table["partial"], table["partial_at"], table["full"], table["full_at"])
+    block_mask = BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=lengths)
+    out: Tensor = _flex(q_BHQd.is_cuda)(q_BHQd, k_BhKd, v_BhKd, block_mask=block_mask, scale=scale, enable_gqa=True)
     return out
 
 

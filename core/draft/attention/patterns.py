@@ -1,19 +1,20 @@
 """Attention patterns: who sees whom, as `attend(q, keys, values, scale, rows)`. They know nothing of architectures."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import reduce
+from operator import or_
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .geometry import take_rows
 from .kernels import PACKED, kernel_for
-from .masked import block_mask, dense_mask, masked_dense, masked_flex
-from .segments import Segments, packed_segments, slots_segments, unrolled_segments
-from .unrolled import joint_attention, unrolled_eager
-
-Backend = Literal["auto", "eager", "flex"]
+from .masked import BlockTable, MaskFunction, block_table, dense_mask, masked_dense, masked_flex
+from .segments import Segments, inputs_segments, packed_segments, slots_segments, unrolled_segments
+from .unrolled import joint_attention
 
 
 def causal_mask(documents_BS: Tensor | None, rows_BQ: Tensor | None, queries: int, keys: int, device: torch.device | None) -> Tensor:
@@ -30,19 +31,15 @@ def causal_mask(documents_BS: Tensor | None, rows_BQ: Tensor | None, queries: in
     return mask_BQK[:, None]
 
 
-def expand_heads(x_BhKd: Tensor, heads: int) -> Tensor:
-    """Repeat grouped key/value heads until there are `heads` of them."""
-    repeats = heads // x_BhKd.shape[1]
-    return x_BhKd if repeats == 1 else x_BhKd.repeat_interleave(repeats, dim=1)
-
-
 @dataclass(frozen=True)
 class Causal:
     """A query sees its own and earlier positions of its document."""
 
     documents: Tensor | None = None
-    """[B, S] document of each position; None: all one document."""
-    backend: Backend = "auto"
+    """[B, S] document of each position, a run of equal numbers; None: all one document."""
+    kernel: str = "auto"
+    """Of training, where there are documents, see `kernel_for`."""
+    _made: dict[str, Segments] = field(default_factory=dict, repr=False)
 
     def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """See `Pattern.visible`."""
@@ -51,15 +48,16 @@ class Causal:
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
-        k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
-        queries, known = q_BHQd.shape[2], k.shape[2]
-        plain = self.documents is None and rows is None and queries in (1, known)
-        if plain and self.backend != "eager":
-            return F.scaled_dot_product_attention(q_BHQd, k, v, is_causal=queries > 1, scale=scale)
-        mask = causal_mask(self.documents, rows, queries, known, q_BHQd.device)
-        if self.backend == "eager":
-            return unrolled_eager(q_BHQd, [k], [v], mask, scale)
-        return F.scaled_dot_product_attention(q_BHQd, k, v, attn_mask=mask, scale=scale)
+        queries, known = q_BHQd.shape[2], keys[0].shape[2]
+        if self.documents is not None and rows is None and queries == known:
+            if not self._made:  # all layers share them
+                self._made["inputs"] = inputs_segments(self.documents)
+            kernel = kernel_for(q_BHQd.device, q_BHQd.dtype, q_BHQd.shape[-1], self.kernel)
+            return joint_attention(q_BHQd, keys, values, self._made["inputs"], scale, kernel)
+        partial = self.documents is not None or rows is not None or queries not in (1, known)
+        mask = causal_mask(self.documents, rows, queries, known, q_BHQd.device) if partial else None
+        causal = not partial and queries > 1
+        return F.scaled_dot_product_attention(q_BHQd, *keys, *values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
 
 
 @dataclass(frozen=True)
@@ -104,18 +102,12 @@ class Unrolled:
         return made["packed" if kernel in PACKED else "slots"]
 
 
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(batch, head, query, key) → may the query look; index tensors that broadcast. The form that FlexAttention takes."""
-
-
 @dataclass(frozen=True)
 class Masked:
-    """A query sees the keys that a function of indices names (P-EAGLE, DFlash, trees). It must see one at least."""
+    """A query sees the keys that a function of indices names, whatever it is; dense, in chunks. It must see one at least."""
 
     sees: MaskFunction
     """Of indices of inputs: queries as well as keys are counted among all inputs."""
-    backend: Backend = "auto"
-    _blocks: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
 
     def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """See `Pattern.visible`."""
@@ -123,17 +115,56 @@ class Masked:
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
-        k, v = keys[0], values[0]
-        rows_BQ = _places(rows, q_BHQd.shape[2], k.shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
-        if self.backend == "flex" or (self.backend == "auto" and q_BHQd.device.type == "cuda"):
-            shape = (*rows_BQ.shape, k.shape[2], rows is None)
-            if shape not in self._blocks:  # the layers of a draft share it
-                self._blocks[shape] = block_mask(self.sees, rows_BQ, k.shape[2])
-            return masked_flex(q_BHQd, k, v, self._blocks[shape], scale)
-        k, v = expand_heads(k, q_BHQd.shape[1]), expand_heads(v, q_BHQd.shape[1])
-        if self.backend == "eager":
-            return unrolled_eager(q_BHQd, [k], [v], dense_mask(self.sees, rows_BQ, k.shape[2]), scale)
-        return masked_dense(q_BHQd, k, v, self.sees, rows_BQ, scale)
+        rows_BQ = _places(rows, q_BHQd.shape[2], keys[0].shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
+        return masked_dense(q_BHQd, *keys, *values, self.sees, rows_BQ, scale)
+
+
+class Ranges(TypedDict):
+    """What `Ranged` reads, made in the collator by `ranges`; a plain dict, so that it is moved as the batch is."""
+
+    first: Tensor
+    """[B, N, R] of each input, the first key of each of its ranges."""
+    end: Tensor
+    """[B, N, R] the key behind its last one; no higher than `first`: it sees none there."""
+    queries: BlockTable
+    """Of the last layer's queries."""
+    every: BlockTable
+    """Of the lower layers'."""
+
+
+def ranges(first_BNR: Tensor, end_BNR: Tensor, rows_BQ: Tensor, own: int | None = None) -> Ranges:
+    """Of N inputs, of which those at `rows_BQ` are queries in the last layer, and the last `own` (all) in those below."""
+    inputs = first_BNR.shape[1]
+    every = torch.arange(inputs - (own or inputs), inputs).expand(len(rows_BQ), -1)
+    tables = [block_table(take_rows(first_BNR, at), take_rows(end_BNR, at), inputs) for at in (rows_BQ, every)]
+    return Ranges(first=first_BNR, end=end_BNR, queries=tables[0], every=tables[1])
+
+
+@dataclass(frozen=True)
+class Ranged:
+    """A query sees a few ranges of keys (P-EAGLE, DFlash): FlexAttention on CUDA, elsewhere dense in chunks."""
+
+    ranges: Ranges
+    kernel: str = "auto"
+    """"flex" or "eager"; any other: as the device has it."""
+
+    def sees(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """A `MaskFunction`."""
+        first, end = self.ranges["first"], self.ranges["end"]
+        seen = [(first[batch, query, r] <= key) & (key < end[batch, query, r]) for r in range(first.shape[-1])]
+        return reduce(or_, seen)
+
+    def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
+        """See `Pattern.visible`."""
+        return Masked(self.sees).visible(batch, queries, entries, rows)
+
+    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
+        """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
+        if self.kernel == "flex" or (q_BHQd.is_cuda and self.kernel != "eager"):
+            rows_BQ = _places(rows, q_BHQd.shape[2], keys[0].shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
+            table = self.ranges["every" if rows is None else "queries"]
+            return masked_flex(q_BHQd, *keys, *values, self.sees, rows_BQ, table, scale)
+        return Masked(self.sees).attend(q_BHQd, keys, values, scale, rows)
 
 
 def _places(rows_BQ: Tensor | None, queries: int, keys: int, device: torch.device | None) -> Tensor:
@@ -151,5 +182,4 @@ class Full:
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
-        k, v = expand_heads(keys[0], q_BHQd.shape[1]), expand_heads(values[0], q_BHQd.shape[1])
-        return F.scaled_dot_product_attention(q_BHQd, k, v, scale=scale)
+        return F.scaled_dot_product_attention(q_BHQd, *keys, *values, scale=scale, enable_gqa=True)

@@ -19,19 +19,6 @@ def joint_attention(
     return out_NHd.unflatten(0, (len(q_BHQd), -1)).transpose(1, 2)
 
 
-def unrolled_eager(q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask_B1QS: Tensor, scale: float) -> Tensor:
-    """The reference: all scores at once, one softmax over `keys[0]` (masked, True = may look) and the same-slot `keys[1:]`."""
-    scores_BHQS = (q_BHQd @ keys[0].transpose(-1, -2)) * scale
-    scores_BHQS = scores_BHQS.masked_fill(~mask_B1QS, float("-inf"))
-    own = [(q_BHQd * k).sum(-1, keepdim=True) * scale for k in keys[1:]]
-    weights = torch.softmax(torch.cat([scores_BHQS, *own], dim=-1).float(), dim=-1).to(q_BHQd.dtype)
-    slots = keys[0].shape[2]
-    out_BHQd = weights[..., :slots] @ values[0]
-    for i, v in enumerate(values[1:]):
-        out_BHQd = out_BHQd + weights[..., slots + i, None] * v
-    return out_BHQd
-
-
 class _Joint(torch.autograd.Function):
     """The backward kernel is fed the *merged* output and log-sum-exp: it recomputes each weight as exp(score - lse) and the softmax's
     correction as Σ grad·out, and both must be those of the joint softmax (as in ring attention)."""
