@@ -180,6 +180,7 @@ class TestInspect:
 
     def test_info_on_a_target(self, command: Command, work: Path) -> None:
         code, out, _ = command("info", work / "target", "--draft-vocab-size", 20, "--algorithm", "eagle3")
+        assert "attention kernel" in out
         assert code == 0
         assert "a target; planned: a draft by eagle3" in out
         assert f"llama, 8 layers, hidden 32, vocabulary {TOKENS}" in out

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_draft, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -256,6 +257,14 @@ class TestChoice:
         assert kernel_for(cuda, half, 64, "flash-attn") == "flash-attn"
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
         assert kernel_for(cuda, half, 64) == "eager"
+
+    def test_a_draft_names_it(self) -> None:
+        """The one that was asked for; nothing where there is no attention."""
+        draft = tiny_draft(tiny_target())
+        assert draft.attention_kernel(torch.device("cpu"), torch.float32).startswith("flash-cpu, ")
+        draft.kernel = "eager"
+        assert draft.attention_kernel(torch.device("cpu"), torch.bfloat16).startswith("eager, ")
+        assert tiny_draft(tiny_target(), "medusa").attention_kernel(torch.device("cpu"), torch.float32) == ""
 
     @pytest.mark.parametrize(
         ("device", "dtype", "head_dim", "asked", "said"),

@@ -48,6 +48,9 @@ def describe(
         **_engines(config.to_dict()),
         "training step": _memory(draft, trained, embedding, rows, length),
     }
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if kernel := draft.attention_kernel(device, torch.bfloat16):
+        lines["attention kernel"] = f"{kernel} (in bfloat16, on this machine)"
     if not isinstance(source, str) and (assumed := draft.assumed(source.get_text_config())):
         lines["assumed"] = "\n".join(assumed)
     if measured := made.get("measured"):

@@ -101,7 +101,7 @@ class Ancestors:
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
-        return F.scaled_dot_product_attention(q_BHQd, *keys, *values, attn_mask=self.mask, scale=scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(q_BHQd, keys[0], values[0], attn_mask=self.mask, scale=scale, enable_gqa=True)
 
 
 def choose_in_turn(logits: Iterable[Tensor], choose: Choose) -> tuple[list[int], list[Tensor]]:

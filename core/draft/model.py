@@ -24,6 +24,7 @@ from ..target.pairing import describe_target
 from ..target.target import Target
 from ..target.weights import matrix_of
 from .attention import GroupedQueryAttention
+from .attention.kernels import WORDS, kernel_for
 from .config import set_mask_token, versions
 from .layer import DraftLayer
 from .retarget import retarget
@@ -102,6 +103,15 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         """The wiring's `head_input` and `lm_head`, unless a subclass computes logits otherwise or the head was replaced (LoRA, say)."""
         ours = type(self).compute_logits is BaseDraft.compute_logits and type(self.lm_head) is nn.Linear
         return (partial(self.algorithm.wiring.head_input, self), self.lm_head) if ours else None
+
+    def attention_kernel(self, device: torch.device, dtype: torch.dtype) -> str:
+        """By which kernel its attention is trained on `device` in `dtype`, and what that is; nothing where it has no attention of ours.
+
+        Raises `ForedraftError` for one that was asked for and does not run there.
+        """
+        dims: list[int] = [dim for module in self.modules() if isinstance(dim := getattr(module, "head_dim", None), int)]
+        name = kernel_for(device, dtype, max(dims, default=0), self.kernel)
+        return f"{name}, {WORDS[name]}" if dims else ""
 
     @classmethod
     def aux_layers(cls, target_config: PretrainedConfig, count: int) -> tuple[int, ...]:

@@ -72,6 +72,10 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
     target = CachedTarget(model, layers, cache, needs) if cache else Target(model, layers, needs)
     started = draft.retarget(target, rows, config.draft_vocab_size) if begun else draft.start_from(target, rows)
     draft.embed_tokens.requires_grad_(config.train_embedding)
+    draft.kernel = config.kernel
+    half = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else draft.dtype
+    if kernel := draft.attention_kernel(arguments.device, half):
+        print(f"attention kernel: {kernel}", flush=True)
     print(f"draft: {started}", flush=True)
     trainer = DraftTrainer(draft, target, arguments, train_dataset=rows, eval_dataset=eval_rows)
     if trainer.is_world_process_zero():

@@ -58,6 +58,9 @@ class RunConfig(Rendering):
     hidden_states_cache: str | None = Field(
         None, description="directory to keep the target's hidden states in; worth it from the second epoch on"
     )
+    kernel: Literal["auto", "flash", "flash-attn", "eager"] = Field(
+        "auto", description="of attention in training: torch's own flash, the package flash-attn, or eager; auto: flash where it runs"
+    )
     matmul_precision: Literal["highest", "high", "medium"] = Field(
         "highest", description="of float32 products (torch.set_float32_matmul_precision)"
     )

@@ -163,6 +163,14 @@ PACKED = ("flash", "flash-attn")
 KERNELS: dict[str, Any] = {"eager": Eager, "flash-cpu": FlashCPU, "flash": Flash, "flash-attn": FlashAttn}
 
 
+WORDS = {
+    "eager": "scores spelt out for a few queries at a time",
+    "flash-cpu": "torch's flash kernel for the CPU",
+    "flash": "torch's flash kernels for CUDA",
+    "flash-attn": "the package flash-attn",
+}
+
+
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, asked: str = "auto") -> str:
     """The kernel, of `KERNELS`, for varlen attention on `device`.
 

@@ -30,7 +30,8 @@ class MultiHeadLatentAttention(nn.Module):
             config.qk_rope_head_dim,
             config.v_head_dim,
         )
-        self.scale = softmax_scale(config)
+        # Some kernels want one head dim: the shorter of q, k and v is filled up with zeros, which change no score and no output.
+        self.scale, self.head_dim = softmax_scale(config), max(self.nope + self.rope, self.v)
         queries, bias = self.heads * (self.nope + self.rope), config.attention_bias
         # transformers norms the latents with its default eps, engines with the config's: a draft is trained for the engines.
         if config.q_lora_rank is None:
@@ -55,11 +56,9 @@ class MultiHeadLatentAttention(nn.Module):
         q_nope_BHQd, q_rope_BHQr = q_BHQd.split([self.nope, self.rope], dim=-1)
         q_rope_BHQr = self._rotate(q_rope_BHQr, cos_q, sin_q)
         k_rope_BHSr = self._rotate(k_rope_BSr[:, None], cos, sin).expand(-1, self.heads, -1, -1)  # one for all heads
-        # Under autocast norms and rotation may hand back float32 while v is in half precision; kernels want one dtype, and
-        # some one head dim: the shorter of q, k and v is filled up with zeros, which change no score and no output.
-        size = max(self.nope + self.rope, self.v)
+        # Under autocast norms and rotation may hand back float32 while v is in half precision; kernels want one dtype.
         q_BHQd, k_BHSd, v_BHSd = (
-            F.pad(t, (0, size - t.shape[-1])).to(v_BHSd.dtype)
+            F.pad(t, (0, self.head_dim - t.shape[-1])).to(v_BHSd.dtype)
             for t in (torch.cat([q_nope_BHQd, q_rope_BHQr], dim=-1), torch.cat([k_nope_BHSd, k_rope_BHSr], dim=-1), v_BHSd)
         )
         keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])

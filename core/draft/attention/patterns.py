@@ -57,7 +57,7 @@ class Causal:
         partial = self.documents is not None or rows is not None or queries not in (1, known)
         mask = causal_mask(self.documents, rows, queries, known, q_BHQd.device) if partial else None
         causal = not partial and queries > 1
-        return F.scaled_dot_product_attention(q_BHQd, *keys, *values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(q_BHQd, keys[0], values[0], attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Masked:
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
         rows_BQ = _places(rows, q_BHQd.shape[2], keys[0].shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
-        return masked_dense(q_BHQd, *keys, *values, self.sees, rows_BQ, scale)
+        return masked_dense(q_BHQd, keys[0], values[0], self.sees, rows_BQ, scale)
 
 
 class Ranges(TypedDict):
@@ -163,7 +163,7 @@ class Ranged:
         if self.kernel == "flex" or (q_BHQd.is_cuda and self.kernel != "eager"):
             rows_BQ = _places(rows, q_BHQd.shape[2], keys[0].shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
             table = self.ranges["every" if rows is None else "queries"]
-            return masked_flex(q_BHQd, *keys, *values, self.sees, rows_BQ, table, scale)
+            return masked_flex(q_BHQd, keys[0], values[0], self.sees, rows_BQ, table, scale)
         return Masked(self.sees).attend(q_BHQd, keys, values, scale, rows)
 
 
@@ -182,4 +182,4 @@ class Full:
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
-        return F.scaled_dot_product_attention(q_BHQd, *keys, *values, scale=scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(q_BHQd, keys[0], values[0], scale=scale, enable_gqa=True)

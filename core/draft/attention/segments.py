@@ -50,10 +50,10 @@ def slots_segments(documents_BS: Tensor, slots_BQ: Tensor) -> Segments:
     starts = first_R.nonzero()[:, 0]
     cu_q = torch.cat([starts, starts.new_tensor([len(row_R)])]).int()
     keys = torch.stack([begin_R[starts], row_R[cu_q[1:] - 1] + 1], dim=1).int()
-    sizes = {"max_q": _longest(cu_q), "max_k": max(2, int((keys[:, 1] - keys[:, 0]).max()))}
+    max_q, max_k = _longest(cu_q), max(2, int((keys[:, 1] - keys[:, 0]).max()))
     if torch.equal(place_N, torch.arange(len(place_N), device=place_N.device)):
-        return Segments(cu_q=cu_q, cu_k=keys, **sizes, place=None, source=None, asked=None, repeats=None)
-    return Segments(cu_q=cu_q, cu_k=keys, **sizes, **_moves(place_N, len(row_R)), asked=None)
+        return Segments(cu_q=cu_q, cu_k=keys, max_q=max_q, max_k=max_k, place=None, source=None, asked=None, repeats=None)
+    return Segments(cu_q=cu_q, cu_k=keys, max_q=max_q, max_k=max_k, **_moves(place_N, len(row_R)), asked=None)
 
 
 def packed_segments(documents_BS: Tensor, slots_BQ: Tensor) -> Segments:
