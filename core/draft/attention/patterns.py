@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .geometry import take_rows
 from .kernels import PACKED, kernel_for
+from .lookup import take_rows
 from .masked import BlockTable, MaskFunction, block_table, dense_mask, masked_dense, masked_flex
 from .segments import Segments, inputs_segments, packed_segments, slots_segments, unrolled_segments
 from .unrolled import joint_attention
