@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Batch = Mapping[str, Any]
-"""A collated batch: `input_ids`, `positions`, `documents`, `spans` (each [B, S], see `foredraft.data`), `row` [B], and what the
+"""A collated batch: `input_ids`, `positions`, `documents`, `spans` (each [B, S], see `foredraft.data`), `row` [B], `ends`, and what the
 algorithm's `plan` added."""
 
 

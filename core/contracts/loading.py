@@ -40,7 +40,9 @@ class Repository(Frozen):
 class Loading(Repository):
     """What transformers' `from_pretrained` is told of a target, beside its name and dtype."""
 
-    attn_implementation: str | None = Field(default=None, description="the target's attention: eager, sdpa, flash_attention_2, ...")
+    attn_implementation: str | None = Field(
+        default=None, description="the target's attention: eager, sdpa, flash_attention_2, foredraft_varlen, ..."
+    )
     device_map: Annotated[str | dict[str, int | str] | None, BeforeValidator(_named)] = Field(
         default=None, description="devices of the target's parts, such as auto (see accelerate); default: all on one"
     )

@@ -27,9 +27,10 @@ class DraftCollator:
         self._epoch.fill_(number)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """`input_ids`, `documents`, `spans`, `positions` [B, S], `row` [B], and the plan."""
+        """`input_ids`, `documents`, `spans`, `positions` [B, S], `row` [B], `ends` (see `ends_of`), and the plan."""
         batch: dict[str, Any] = {key: torch.tensor([r[key] for r in rows]) for key in ("input_ids", "documents", "spans", "row")}
         batch["positions"] = positions_within(batch["documents"])
+        batch["ends"] = ends_of(batch["positions"])
         generators = [Generator().manual_seed(seed_of(self.seed, self.epoch, row)) for row in batch["row"].tolist()]
         return self.algorithm.plan(batch, generators).joined(batch)
 
@@ -45,3 +46,10 @@ def positions_within(documents_BS: Tensor) -> Tensor:
     starts_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
     return index_S - torch.where(starts_BS, index_S, 0).cummax(dim=1).values
+
+
+def ends_of(positions_BS: Tensor) -> tuple[Tensor, int]:
+    """Where documents begin and end in rows laid end to end, [n+1] int32, and how long the longest is. Waits for the device."""
+    starts_n = (positions_BS.flatten() == 0).nonzero().flatten()
+    ends_n1 = torch.cat([starts_n, starts_n.new_tensor([positions_BS.numel()])])
+    return ends_n1.int(), int(ends_n1.diff().max())

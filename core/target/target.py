@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from ..contracts.aux_layers import check_aux_layers
 from ..contracts.draft import Batch
 from ..contracts.signal import Signal
+from ..data.collate import ends_of
 from ..errors import ForedraftError
 from .capture import AuxCapture, decoder_layers, decoder_of, norm_scale
+from .segments import ASKED, by_documents, wanted
 from .sharing import in_turn
 from .weights import home_of, is_sharded, matrix_of, own_tensors, runs_on
 
@@ -41,7 +43,11 @@ class Target:
         self._vocabulary = text.vocab_size
         self._gathered: dict[str, Tensor] = {}
         self._check_head()
-        self._packs = self._keeps_documents_apart()
+        states_8T = self._states_of_twins()
+        self._packs = states_8T is not None and _alike(states_8T[:4], states_8T[4:])
+        self._by_documents = self._packs and wanted(model) and _alike(states_8T, self._states_of_twins(by_documents=True))
+        if text._attn_implementation == ASKED and not self._by_documents:
+            raise ForedraftError(f"attn_implementation: {type(model).__name__} does not work by '{ASKED}': leave it out, or choose another")
 
     @property
     def decoder(self) -> Any:
@@ -96,8 +102,7 @@ class Target:
         each in turn, and each keeps its own.
         """
         device, shape = batch["input_ids"].device, batch["input_ids"].shape
-        wanted = {name: batch[name] for name in ("input_ids", "positions")}
-        for part, own in in_turn(self.model, wanted):
+        for part, own in in_turn(self.model, {name: batch[name] for name in ("input_ids", "positions", "ends") if name in batch}):
             states = self._states(part, device)
             if own:
                 kept = (s if need in self.needs else s[..., :0] for need, s in zip(("aux", "final"), states, strict=True))
@@ -107,12 +112,16 @@ class Target:
     def _states(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
         """Aux states, on `device`, and final states of a batch; both [.., .., width], rows and documents in the batch's order.
 
-        transformers tells documents apart by positions that restart (no attention mask given); its flash attention does so
-        for a single row only, so there the batch becomes one. Families that don't (ALiBi, recurrent layers) see a document a row.
+        Where attention goes by documents, the batch is one row. Else transformers tells documents apart by positions that restart (no
+        attention mask given), its flash attention in a single row only. Families that don't (ALiBi, recurrent layers) see a document a row.
         """
         home = home_of(self.model)
         ids_BS, positions_BS = (batch[name].to(home, non_blocking=True) for name in ("input_ids", "positions"))
         with AuxCapture(self.model, self.aux_layers, device) as captured, torch.autocast(home.type, enabled=False):
+            if self._by_documents:
+                ends, longest = batch.get("ends") or ends_of(positions_BS)
+                final_1NT = self._end_to_end(ids_BS, positions_BS, ends, longest)
+                return captured.aux_BSA, final_1NT
             if self._packs:
                 shape = (1, -1) if "flash" in str(self.model.config._attn_implementation) else ids_BS.shape
                 out = self.decoder(input_ids=ids_BS.view(shape), position_ids=positions_BS.view(shape), use_cache=False)
@@ -142,14 +151,27 @@ class Target:
                 f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras: logit_scale, {', '.join(DIVISORS)}, final_logit_softcapping"
             )
 
+    def _end_to_end(self, ids_BS: Tensor, positions_BS: Tensor, ends: Tensor, longest: int) -> Tensor:
+        """Final states [1, B·S, T] of rows laid end to end, each token seeing its own document; see `segments.attend`."""
+        ends = ends.to(ids_BS.device, non_blocking=True)
+        told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        with by_documents(self.model):
+            row = {"input_ids": ids_BS.view(1, -1), "position_ids": positions_BS.view(1, -1)}
+            return self.decoder(**row, use_cache=False, **told).last_hidden_state
+
     @torch.no_grad()
-    def _keeps_documents_apart(self) -> bool:
-        """Whether positions that restart start a document: a document that comes twice then gets the same states twice."""
-        ids_12 = torch.arange(1, 5, device=home_of(self.model)).repeat(2)[None] % self._vocabulary
-        positions_12 = torch.arange(4, device=ids_12.device).repeat(2)[None]
-        try:
-            with torch.autocast(ids_12.device.type, enabled=False):
-                states = self.decoder(input_ids=ids_12, position_ids=positions_12, use_cache=False).last_hidden_state[0].float()
-        except TypeError:  # it takes no positions
-            return False
-        return torch.allclose(states[:4], states[4:], rtol=1e-2, atol=1e-2 * float(states.abs().max()))
+    def _states_of_twins(self, by_documents: bool = False) -> Tensor | None:
+        """Final states [8, T] of a document of four tokens that comes twice in a row; None where the target cannot be told of positions."""
+        ids_18 = torch.arange(1, 5, device=home_of(self.model)).repeat(2)[None] % self._vocabulary
+        positions_18 = torch.arange(4, device=ids_18.device).repeat(2)[None]
+        with torch.autocast(ids_18.device.type, enabled=False):
+            try:
+                if by_documents:
+                    return self._end_to_end(ids_18, positions_18, torch.tensor([0, 4, 8], dtype=torch.int32), 4)[0].float()
+                return self.decoder(input_ids=ids_18, position_ids=positions_18, use_cache=False).last_hidden_state[0].float()
+            except (TypeError, ValueError):
+                return None
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.allclose(one, other, rtol=1e-2, atol=1e-2 * float(one.abs().max()))

@@ -75,7 +75,7 @@ class DraftTrainingArguments(TrainingArguments):
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 0 if self.use_cpu else 2
             self.dataloader_persistent_workers = not self.use_cpu
-        if self.accelerator_config is None and self.dataloader_pin_memory and not self.use_cpu:
+        if "accelerator_config" not in values and self.dataloader_pin_memory and not self.use_cpu:
             self.accelerator_config = {"non_blocking": True}
         if "disable_tqdm" not in values:
             self.disable_tqdm = not (sys.stderr.isatty() or is_in_notebook())
