@@ -45,7 +45,7 @@ def generate(
     from ..contracts.algorithm import tokens_to_draft
     from ..decoding import DraftingStats, TreeShape
     from ..decoding import generate as run
-    from ..decoding.evaluate import encode
+    from ..decoding.evaluate import encode, sampling
     from ..decoding.generate import algorithm_and_draft
 
     shape, found = TreeShape.parse(tree) if tree else None, _found(draft, algorithm, options)
@@ -53,7 +53,6 @@ def generate(
     drafter = load_draft_for(found, model) if isinstance(found, Path) else found
     chain = tokens_to_draft(num_draft_tokens, algorithm_and_draft(drafter)[0].max_tokens)
     ids = encode(tokenizer, [{"role": "user", "content": prompt}], model.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     stats = DraftingStats()
     start = time.perf_counter()
     out = run(
@@ -67,7 +66,7 @@ def generate(
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id or 0,
-        **sampling,
+        **sampling(temperature),
     )
     seconds, tokens = time.perf_counter() - start, out.shape[1] - ids.shape[1]
     drafted = f"{shape}, {shape.num_nodes} nodes" if shape else f"chain of {chain}"

@@ -1,7 +1,7 @@
 """Measures a draft: τ, acceptance per position, and speed against plain decoding of the same prompts in the same run."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -109,41 +109,26 @@ def evaluate(
     _check_prompts(prompts)
     algorithm, _ = algorithm_and_draft(draft)
     num_draft_tokens = tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
-    )
-    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id or 0, **sampling}
-    stats = DraftingStats()
-    seconds = {"drafted": 0.0, "plain": 0.0}
-    tokens = {"drafted": 0, "plain": 0}
-    different = []
-    drafting = partial(generate, target, draft, num_draft_tokens=num_draft_tokens, tree=tree)
+    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id or 0, **sampling(temperature)}
+    stats, different = DraftingStats(), []
+    drafted, plain = _Timed(partial(generate, target, draft, num_draft_tokens=num_draft_tokens, tree=tree)), _Timed(target.generate)
     asked = [encode(tokenizer, prompt, target.device) for prompt in prompts]  # what the chat template refuses is told before hours of work
-    for run in (drafting, target.generate):
-        run(asked[0], attention_mask=torch.ones_like(asked[0]), **{**settings, "max_new_tokens": 8})
+    for timed in (drafted, plain):
+        timed.run(asked[0], attention_mask=torch.ones_like(asked[0]), **{**settings, "max_new_tokens": 8})
     for number, ids in enumerate(asked):
-        mask = torch.ones_like(ids)  # else transformers hides what looks like padding
         torch.manual_seed(seed + number)
-        start = time.perf_counter()
-        drafted = drafting(ids, attention_mask=mask, stats=stats, **settings)
-        seconds["drafted"] += time.perf_counter() - start
-        tokens["drafted"] += drafted.shape[1] - ids.shape[1]
-        if baseline:
-            start = time.perf_counter()
-            plain = target.generate(ids, attention_mask=mask, **settings)
-            seconds["plain"] += time.perf_counter() - start
-            tokens["plain"] += plain.shape[1] - ids.shape[1]
-            if not temperature and not torch.equal(plain, drafted):
-                different.append(number)
+        text = drafted(ids, stats=stats, **settings)
+        if baseline and not torch.equal(plain(ids, **settings), text) and not temperature:
+            different.append(number)
         if progress is not None:
             progress(number + 1, stats)
     return Evaluation(
         tau=stats.tau,
         acceptance=stats.acceptance,
         prompts=len(prompts),
-        emitted=tokens["drafted"],
-        tokens_per_second=tokens["drafted"] / seconds["drafted"],
-        plain_tokens_per_second=tokens["plain"] / seconds["plain"] if baseline else None,
+        emitted=drafted.tokens,
+        tokens_per_second=drafted.per_second,
+        plain_tokens_per_second=plain.per_second if baseline else None,
         identical=len(prompts) - len(different) if baseline and not temperature else None,
         different=different,
         settings={
@@ -157,6 +142,33 @@ def evaluate(
             "threads": torch.get_num_threads(),
         },
     )
+
+
+def sampling(temperature: float) -> dict[str, Any]:
+    """What `generate` is told for a temperature; 0 is greedy."""
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+
+
+@dataclass
+class _Timed:
+    """A way to decode, the tokens that it gave and the seconds that it took."""
+
+    run: Callable[..., Any]
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __call__(self, ids_1L: Tensor, **settings: Any) -> Tensor:
+        start = time.perf_counter()
+        out: Tensor = self.run(
+            ids_1L, attention_mask=torch.ones_like(ids_1L), **settings
+        )  # else transformers hides what looks like padding
+        self.seconds += time.perf_counter() - start
+        self.tokens += out.shape[1] - ids_1L.shape[1]
+        return out
+
+    @property
+    def per_second(self) -> float:
+        return self.tokens / self.seconds
 
 
 def _check_prompts(prompts: Sequence[Prompt]) -> None:
