@@ -225,8 +225,7 @@ class AlgorithmTests(Conformance):
     @torch.no_grad()
     def test_drafting_again(self, case: Case) -> None:
         """Whatever was accepted of earlier drafts, a drafter proposes what a fresh one would."""
-        ids = torch.tensor(case.rows([[LETTERS]])[0]["input_ids"])
-        aux, drafter, known = case.aux(ids), case.method.drafter(case.draft), 0
+        (ids, aux), drafter, known = case.read(LETTERS), case.method.drafter(case.draft), 0
         for end in (3, 4, 7, 8, 12):  # nothing accepted, two tokens, ..
             proposed, seen = likeliest(drafter, case.draft, ids[:end], aux[:, known : end - 1], 3)
             fresh, expected = likeliest(case.method.drafter(case.draft), case.draft, ids[:end], aux[:, : end - 1], 3)
@@ -240,8 +239,7 @@ class AlgorithmTests(Conformance):
     @torch.no_grad()
     def test_drafter_keeps_its_word(self, case: Case) -> None:
         """It proposes the tokens that `choose` chose, with the very logits they were drawn from, and at most `limit`."""
-        ids = torch.tensor(case.rows([[LETTERS]])[0]["input_ids"])
-        aux, offered = case.aux(ids)[:, :-1], [(7 * i + 3, torch.full((case.draft.config.vocab_size,), float(i))) for i in range(4)]
+        (ids, aux), offered = case.read(LETTERS), [(7 * i + 3, torch.full((case.draft.config.vocab_size,), float(i))) for i in range(4)]
 
         def choose(logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor] | None:
             expected = [token for token, _ in offered[: len(drafted)]]
@@ -250,7 +248,7 @@ class AlgorithmTests(Conformance):
             return offered[len(drafted)] if len(drafted) < 3 else None
 
         for limit in (1, 2, 5):
-            tokens, scores = case.method.drafter(case.draft).propose(ids, aux, limit, choose)
+            tokens, scores = case.method.drafter(case.draft).propose(ids, aux[:, :-1], limit, choose)
             assert 1 <= len(tokens) <= min(limit, 3), f"asked for at most {limit} tokens (choose ends it after 3), it drafted {len(tokens)}"
             assert tokens == [token for token, _ in offered[: len(tokens)]], "the drafted tokens are not those that choose gave"
             same = len(scores) == len(tokens) and all(torch.equal(s, o) for s, (_, o) in zip(scores, offered, strict=False))
@@ -267,9 +265,8 @@ class AlgorithmTests(Conformance):
     @torch.no_grad()
     def test_sampling_is_lossless(self, case: Case) -> None:
         """Drafted, accepted or drawn again, a token follows the target's distribution (χ² test)."""
-        ids = torch.tensor(case.rows([["uuaaa"]])[0]["input_ids"])
+        ids, aux = case.read("uuaaa")
         torch.manual_seed(0)
-        aux = case.aux(ids)[:, :-1]
         p_V = (case.model(ids[None]).logits[0, -1] / 3).softmax(-1)  # warm, so that many tokens occur
         counts_V = torch.zeros_like(p_V)
 
@@ -279,7 +276,7 @@ class AlgorithmTests(Conformance):
             return int(torch.multinomial(logits_V.softmax(-1), 1)), logits_V
 
         for _ in range(300):
-            tokens, scores = case.method.drafter(case.draft).propose(ids, aux, 1, choose)
+            tokens, scores = case.method.drafter(case.draft).propose(ids, aux[:, :-1], 1, choose)
             q_V, token = scores[0].softmax(-1), tokens[0]
             if float(torch.rand(())) > float(p_V[token] / q_V[token]):
                 token = int(torch.multinomial((p_V - q_V).clamp(min=0), 1))

@@ -80,6 +80,11 @@ class Case:
             self.model(input_ids=ids_L[None], use_cache=False)
         return captured.aux_BSA
 
+    def read(self, letters: str) -> tuple[Tensor, Tensor]:
+        """A text of random tokens [L], and the target's aux states of it."""
+        ids = torch.tensor(self.rows([[letters]])[0]["input_ids"])
+        return ids, self.aux(ids)
+
 
 def equal(one: Any, other: Any) -> bool:
     """Whether two batches (dicts, lists, tensors) hold the same."""

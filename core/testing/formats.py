@@ -138,9 +138,8 @@ class FormatTests(Conformance):
 @torch.no_grad()
 def drafted(case: Case) -> Tensor:
     """The logits that two tokens are drafted from, after a text."""
-    ids = torch.tensor(case.rows([["uuaaaaaaaa"]])[0]["input_ids"])
-    aux_1NA = case.aux(ids)[:, :-1].to(case.draft.dtype)
-    return torch.stack(likeliest(case.method.drafter(case.draft), case.draft, ids, aux_1NA, 2)[1])
+    ids, aux = case.read("uuaaaaaaaa")
+    return torch.stack(likeliest(case.method.drafter(case.draft), case.draft, ids, aux[:, :-1].to(case.draft.dtype), 2)[1])
 
 
 def own_tensors(draft: Any) -> dict[str, Tensor]:
