@@ -46,6 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         run = run.replace(real, tiny)
     (tmp_path / "examples/demo.yaml").write_text(run)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("foredraft.doctor.dynamic.NEW_TOKENS", 8)
     return tmp_path
 
 
