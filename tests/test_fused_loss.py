@@ -21,14 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from foredraft.contracts.algorithm import Step
 from foredraft.contracts.objective import RowObjective
 from foredraft.contracts.pairs import pairs_by_teacher
-from foredraft.loss import Labels, Taught, Teacher, chunked, objective, reference, rows
-from foredraft.loss.chunks import method
+from foredraft.loss import Labels, Taught, Teacher, chunked, chunks, objective, reference, rows
 from foredraft.loss.readable import METRICS
-from foredraft.loss.rows import Against
+from foredraft.loss.rows import Against, Found
 from foredraft.registry import default_registry
 
 MODEL = tiny_target()
 INTERPRETED = "TRITON_INTERPRET" in os.environ
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])
 SIZES = (7, 0, 5, 1, 0)  # rows per step; empty steps in the middle and at the end
 TEACHERS = 9
 
@@ -170,10 +170,20 @@ def test_bfloat16_autocast(draft: Any) -> None:
     assert_close(ours, best, rtol=5e-2, atol=5e-2)
 
 
-def test_bfloat16_draft(draft: Any) -> None:
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_bfloat16_draft(draft: Any, device: str) -> None:
     expected = fused(draft, problem(draft))
     half = make_draft(draft.algorithm.options.norm_output).to(torch.bfloat16)
     p = problem(half, dtype=torch.bfloat16)
+    half.to(device)
+    p = {
+        **p,
+        **{
+            name: [t.detach().to(device).requires_grad_(name == "states") for t in p[name]]
+            for name in ("states", "teacher_rows", "weights")
+        },
+    }
+    p["teacher"] = replace(p["teacher"], hidden_RT=p["teacher"].hidden_RT.to(device))
     step = fused(half, p)
     assert step.loss.dtype == torch.float32
     assert {g.dtype for g in all_gradients(half, p, step.loss)} == {torch.bfloat16}
@@ -314,10 +324,11 @@ def test_labels_as_the_teacher() -> None:
     assert_close(step.metrics["accepted"][0], q.sum())
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("width", [1, 4097, 200_003])
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_vocabulary(width: int, hard: bool, dtype: torch.dtype) -> None:
+def test_any_vocabulary(width: int, hard: bool, dtype: torch.dtype, device: str) -> None:
     """The rows alone, against autograd in float64: a mix of all that an objective may read, at widths on both sides of a block."""
     torch.manual_seed(0)
     top_R = torch.tensor([width // 2, -1])
@@ -330,11 +341,14 @@ def test_any_vocabulary(width: int, hard: bool, dtype: torch.dtype) -> None:
     mixed = objective({"ce": 0.5, "kl": 0.25, "lk": 1.0, "tv": 2.0})
     expected_N = mixed.loss(log_q_NW, spelt_NW, mass_N)
     (gradient_NW,) = torch.autograd.grad((weight_N * expected_N).sum(), exact_NW)
-    found = method(torch.device("cpu"), mixed)(logits_NW, Against(taught, rows_N, weight_N, mixed), True)
+    taught = Taught(*(None if t is None else t.to(device) for t in (top_R, taught.mass_R, p_RW)))  # type: ignore[arg-type]
+    against, logits_NW = Against(taught, rows_N.to(device), weight_N.to(device), mixed), logits_NW.to(device)
+    by = chunks.method(logits_NW.device, mixed)
+    found = Found(*(t.cpu() for t in by(logits_NW, against, True)))
     assert_close(found.loss_N.double(), expected_N, rtol=1e-5, atol=1e-5)
     accepted_N = torch.minimum(spelt_NW * mass_N[:, None], log_q_NW.exp()).sum(-1)
     assert_close(found.accepted_N.double(), accepted_N, rtol=1e-4, atol=1e-6)
-    assert_close(logits_NW.double(), gradient_NW, rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    assert_close(logits_NW.cpu().double(), gradient_NW, rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
 @pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
