@@ -13,7 +13,7 @@ from foredraft.contracts import DraftModel, Plan, Signal
 from foredraft.contracts.algorithm import Step
 from foredraft.contracts.draft import Batch, Layout
 from foredraft.contracts.options import Frozen
-from foredraft.data.supervision import reachable
+from foredraft.data.supervision import padded_width, reachable
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft import Fused
 from foredraft.draft.attention import Lookup, Unrolled, UnrolledCache, unrolled_segments
@@ -72,7 +72,7 @@ class Eagle3(AlgorithmBase[Eagle3Options]):
         spans_BS, documents_BS = batch["spans"], batch["documents"]
         length = spans_BS.shape[1]
         slots = [mask_S.nonzero()[:, 0] for mask_S in reachable(spans_BS, documents_BS, 0)]
-        width = max(1, *(len(s) for s in slots))
+        width = padded_width(batch, slots)
         queries, rows = [], []
         for k in range(self.options.ttt_steps):
             mask_BS = reachable(spans_BS, documents_BS, k)

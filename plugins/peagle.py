@@ -17,7 +17,7 @@ from foredraft.contracts.engine import Files
 from foredraft.contracts.finding import Finding, error
 from foredraft.contracts.options import Frozen
 from foredraft.data.collate import positions_within
-from foredraft.data.supervision import reachable
+from foredraft.data.supervision import padded_width, reachable
 from foredraft.decoding import choose_in_turn
 from foredraft.draft import Fused
 from foredraft.draft.attention import Causal, DecodingCache, Lookup, Ranged, ranges
@@ -123,11 +123,13 @@ class PEagle(AlgorithmBase[PEagleOptions]):
         rows, length = batch["input_ids"].shape
         num_depths, slots_S = self.options.num_depths, torch.arange(length)
         deeper = [_chains(row) for row in drawn]
-        anchors_BE = _stack([torch.cat([slots_S, anchors]) for anchors, _ in deeper], 0)
+        anchors_BE = _stack(batch, [torch.cat([slots_S, anchors]) for anchors, _ in deeper], 0)
         # Padding is deeper than any other element: it sees itself, and none of the others sees it.
-        depths_BE = _stack([torch.cat([0 * slots_S, depths]) for _, depths in deeper], num_depths)
-        supervised_BQ = _stack([torch.cat([row[0], length + torch.arange(len(d))]) for row, (_, d) in zip(drawn, deeper, strict=True)], 0)
-        depth_of_query_N = _stack([torch.cat([0 * row[0], d]) for row, (_, d) in zip(drawn, deeper, strict=True)], -1).flatten()
+        depths_BE = _stack(batch, [torch.cat([0 * slots_S, depths]) for _, depths in deeper], num_depths)
+        supervised_BQ = _stack(
+            batch, [torch.cat([row[0], length + torch.arange(len(d))]) for row, (_, d) in zip(drawn, deeper, strict=True)], 0
+        )
+        depth_of_query_N = _stack(batch, [torch.cat([0 * row[0], d]) for row, (_, d) in zip(drawn, deeper, strict=True)], -1).flatten()
         queries = [(depth_of_query_N == d).nonzero()[:, 0] for d in range(num_depths)]
         at_BQ = length * torch.arange(rows)[:, None] + (anchors_BE + depths_BE).gather(1, supervised_BQ) + 1
         taught = [at_BQ.flatten()[query] for query in queries]
@@ -218,9 +220,9 @@ def _chains(row: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return anchors[order], depths[order]
 
 
-def _stack(rows: Sequence[Tensor], value: int) -> Tensor:
+def _stack(batch: Batch, rows: Sequence[Tensor], value: int) -> Tensor:
     """[B, n], padded with `value` to the longest of them, and to one at least: a batch without supervision has a query, too."""
-    width = max(1, *(len(row) for row in rows))
+    width = padded_width(batch, rows)
     return torch.stack([F.pad(row, (0, width - len(row)), value=value) for row in rows])
 
 

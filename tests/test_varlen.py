@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_draft, tiny_target
+from tiny import gradients, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 
-from foredraft import ForedraftError
+from foredraft import DraftCollator, ForedraftError
 from foredraft.draft.attention import Unrolled, kernel_for, kernels, patterns, unrolled_segments
 from foredraft.draft.attention import unrolled as merging
 from foredraft.draft.attention.segments import Segments, inputs_segments, packed_segments, slots_segments
@@ -145,7 +145,7 @@ def outcome(attend: Callable[..., Tensor], tensors: list[Tensor], padding: Tenso
     """The output and every gradient; padding is not learned from."""
     out, half = None, len(tensors) // 2
     out = attend(tensors[0], tensors[1 : half + 1], tensors[half + 1 :])
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype).masked_fill(padding, 0)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out).masked_fill(padding, 0)
     return [out, *torch.autograd.grad((out * weights).sum(), tensors)]
 
 
@@ -218,6 +218,42 @@ def test_half_precision_is_near(kernel: str, dtype: torch.dtype) -> None:
     assert {x.dtype for x in ours} == {dtype}
     expected = outcome(lambda *x: pattern.attend(*x, SCALE), tensors, padding_of(slots))
     assert_close([x.double() for x in ours], expected, rtol=0.05, atol=0.1 if dtype == torch.bfloat16 else 0.02)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle"])
+def test_padding_to_a_multiple_changes_nothing(algorithm: str) -> None:
+    """As for GPUs, which like few widths: slots padded to 16 give the loss and the gradients of slots padded to the longest row."""
+    model = tiny_target()
+    draft, found = tiny_draft(model, algorithm, num_layers=2), []
+    for multiple in (1, 16):
+        batch = DraftCollator(draft.algorithm, multiple=multiple)(tiny_rows([["uaaaaauaa", "uaaa"], ["uuaaaaaaaa"]]))
+        width = batch["slots" if algorithm == "eagle3" else "supervised"].shape[1]
+        assert (width % 16 == 0) == (multiple == 16)
+        draft.zero_grad()
+        loss = draft(batch, tiny_signal(model, draft, batch))["loss"]
+        loss.backward()
+        found.append({"loss": loss.detach(), **gradients(draft)})
+    assert_close(found[1], found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dim", [64, 128, 192, 256, 20])
+@pytest.mark.parametrize("rows", BATCHES)
+@pytest.mark.parametrize("name", ["flash", "flash-attn", "eager"])
+def test_on_cuda(name: str, rows: str, dim: int) -> None:
+    """Real kernels, in bfloat16 and of the same numbers in float64 by the readable one: gaps, rows in vain, grouped heads."""
+    if name == "flash-attn":
+        pytest.importorskip("flash_attn")
+    documents, slots = read([row * 40 for row in BATCHES[rows]])
+    tensors = [(x.detach() * 0.3).bfloat16() for x in inputs(documents, slots, 2, "grouped 4/2", dim)]
+    pattern = Unrolled(documents.cuda(), slots.cuda(), name)
+    ours = outcome(lambda *x: pattern.attend(*x, SCALE), [x.cuda().requires_grad_() for x in tensors], padding_of(slots).cuda())
+    exact = Unrolled(documents, slots, "eager")
+    expected = outcome(lambda *x: exact.attend(*x, SCALE), [x.double().requires_grad_() for x in tensors], padding_of(slots))
+    for i, (mine, right) in enumerate(zip(ours, expected, strict=True)):
+        error = (mine.cpu().double() - right).norm() / right.norm()
+        assert error < 0.02, f"tensor {i}: relative error {error:.3f}"
 
 
 class TestSegments:

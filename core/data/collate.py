@@ -11,10 +11,13 @@ from ..contracts.algorithm import AlgorithmBase
 
 
 class DraftCollator:
-    """Stacks rows into tensors and adds the algorithm's plan, drawn on the CPU from generators seeded by (seed, epoch, row)."""
+    """Stacks rows into tensors and adds the algorithm's plan, drawn on the CPU from generators seeded by (seed, epoch, row).
 
-    def __init__(self, algorithm: AlgorithmBase, seed: int = 0):
-        self.algorithm, self.seed = algorithm, seed
+    Plans may pad what is trained to a `multiple`, which they find in the batch: kernels and compilers for GPUs like few widths.
+    """
+
+    def __init__(self, algorithm: AlgorithmBase, seed: int = 0, multiple: int = 1):
+        self.algorithm, self.seed, self.multiple = algorithm, seed, multiple
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
 
     @property
@@ -27,10 +30,10 @@ class DraftCollator:
         self._epoch.fill_(number)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """`input_ids`, `documents`, `spans`, `positions` [B, S], `row` [B], `ends` (see `ends_of`), and the plan."""
+        """`input_ids`, `documents`, `spans`, `positions` [B, S], `row` [B], `ends` (see `ends_of`), `multiple`, and the plan."""
         batch: dict[str, Any] = {key: torch.tensor([r[key] for r in rows]) for key in ("input_ids", "documents", "spans", "row")}
         batch["positions"] = positions_within(batch["documents"])
-        batch["ends"] = ends_of(batch["positions"])
+        batch["ends"], batch["multiple"] = ends_of(batch["positions"]), self.multiple
         generators = [Generator().manual_seed(seed_of(self.seed, self.epoch, row)) for row in batch["row"].tolist()]
         return self.algorithm.plan(batch, generators).joined(batch)
 

@@ -1,7 +1,11 @@
 """Which slots are trained: exactly those that serving reaches."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from ..contracts.draft import Batch
 
 
 def reachable(spans_BS: Tensor, documents_BS: Tensor, step: int) -> Tensor:
@@ -15,3 +19,9 @@ def reachable(spans_BS: Tensor, documents_BS: Tensor, step: int) -> Tensor:
     own = documents_BS[:, :count] == documents_BS[:, 1 : 1 + count]  # no slot leads into a document that begins with a span
     mask_BS[:, :count] = (first >= 0) & (first == last) & own
     return mask_BS
+
+
+def padded_width(batch: Batch, rows: Sequence[Tensor]) -> int:
+    """How long `rows` of a batch are padded to be stacked: as the longest, one at least, to the multiple that the collator asks for."""
+    multiple: int = batch.get("multiple", 1)
+    return multiple * -(-max(1, *(len(row) for row in rows)) // multiple)

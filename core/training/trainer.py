@@ -135,7 +135,8 @@ class DraftTrainer(Trainer):
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self._bad_rows: Tensor | None = None
         self._sharded = bool(args.fsdp)
-        kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed))
+        multiple = 128 if args.device.type == "cuda" else 1
+        kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed, multiple))
         super().__init__(model=model, args=args, **kwargs)
         if self._sharded:
             shard(model, self.args.device, self.args.bf16)
