@@ -164,7 +164,7 @@ class DFlash(AlgorithmBase[DFlashOptions]):
         ids, alpha = batch["input_ids"].flatten(), self.options.dpace_alpha
         # An untrained slot ends its block: nothing behind it counts.
         smoothed_MK = states[0].new_zeros(batch["anchors"].numel() * len(states), dtype=torch.float32)
-        most = rows_at_once(draft.config.draft_vocab_size, ids.device)
+        most = rows_at_once(draft.config.draft_vocab_size, states[0])
         for step in zip(states, batch["queries"], batch["labels"], strict=True):
             for state_ND, query, label in zip(*(t.split(most) for t in step), strict=True):
                 cross_entropy_N = F.cross_entropy(draft.compute_logits(state_ND).float(), ids[label], reduction="none")

@@ -343,7 +343,7 @@ def test_any_vocabulary(width: int, hard: bool, dtype: torch.dtype, device: str)
     (gradient_NW,) = torch.autograd.grad((weight_N * expected_N).sum(), exact_NW)
     taught = Taught(*(None if t is None else t.to(device) for t in (top_R, taught.mass_R, p_RW)))  # type: ignore[arg-type]
     against, logits_NW = Against(taught, rows_N.to(device), weight_N.to(device), mixed), logits_NW.to(device)
-    by = chunks.method(logits_NW.device, mixed)
+    by = chunks.method(logits_NW, mixed)
     found = Found(*(t.cpu() for t in by(logits_NW, against, True)))
     assert_close(found.loss_N.double(), expected_N, rtol=1e-5, atol=1e-5)
     accepted_N = torch.minimum(spelt_NW * mass_N[:, None], log_q_NW.exp()).sum(-1)

@@ -1,10 +1,12 @@
 """What foredraft makes of a target or a draft, in words."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, PretrainedConfig
 
 from ..auto import auto_draft
 from ..contracts.loading import PLAIN, Loading
@@ -13,6 +15,7 @@ from ..files.hub import locate
 from ..files.reading import read_config
 from ..registry import DEFAULT_ALGORITHM, default_registry
 from ..target.loading import load_config
+from ..training.cost import Shape, count_step
 
 
 def describe(
@@ -46,7 +49,7 @@ def describe(
         "aux layers": f"{list(config.aux_layers)} (HF hidden_states indices)",
         "engines know it as": made["architecture"],
         **_engines(config.to_dict()),
-        "training step": _memory(draft, trained, embedding, rows, length),
+        **_step(draft, _as_wide(target) if isinstance(source, str) else source, rows, length),
     }
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if kernel := draft.attention_kernel(device, torch.bfloat16):
@@ -74,18 +77,20 @@ def _why(adapter: type[BaseDraft], model_type: str) -> str:
     return f"asked for by name; it lists model_type {', '.join(adapter.model_types) or 'none'}"
 
 
-def _memory(draft: BaseDraft, trained: int, embedding: int, rows: int, length: int) -> str:
-    """An estimate: fp32 weights, gradients and AdamW's two moments; the target's states in 16 bit; the loss's largest tensors."""
-    config: Any = draft.config
-    steps = draft.algorithm.options.model_dump().get("ttt_steps", 1)
-    tokens = rows * length
-    weights = 16 * trained + 4 * embedding
-    states = 2 * tokens * (config.num_aux_hidden_states + 1) * config.target_hidden_size
-    per_token = 4 * (10 * config.hidden_size + 3 * config.intermediate_size)
-    activations = tokens * steps * per_token * config.num_hidden_layers
-    teacher = 2 * 4 * tokens * config.draft_vocab_size
-    total = weights + states + activations + teacher
-    return (
-        f"about {total / 2**30:.1f} GiB beside the target, for {rows} × {length} tokens (all supervised): "
-        f"weights and optimizer {weights / 2**30:.1f}, activations {activations / 2**30:.1f}, teacher {teacher / 2**30:.1f}"
-    )
+def _step(draft: BaseDraft, target: PretrainedConfig, rows: int, length: int) -> dict[str, str]:
+    """What a training step in bfloat16 takes beside the target, all tokens supervised; its FLOPs, the target's own left out."""
+    config = draft.config.to_dict()
+    cost = count_step(lambda: auto_draft(config), target, Shape(rows, length), run_target=False)
+    draft_gib, step_gib, gradients_gib = (n / 2**30 for n in (cost.draft_bytes, cost.step_bytes, cost.gradient_bytes))
+    flops = ", ".join(f"{part} {n / cost.tokens / 1e9:.3g}" for part, n in cost.flops.items() if n)
+    return {
+        "training step": f"about {draft_gib + step_gib:.1f} GiB beside the target, for {rows} × {length} tokens (all supervised): weights "
+        f"and optimizer {draft_gib:.1f}, gradients {gradients_gib:.1f}, {cost.bytes_per_token / 1e6:.3g} MB a token",
+        "needed": f"{cost.per_token() / 1e9:.3g} GFLOP per token beside the target: {flops}",
+    }
+
+
+def _as_wide(target: Mapping[str, Any]) -> PretrainedConfig:
+    """A config with the sizes that a draft remembers of its target."""
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 8}
+    return LlamaConfig(**heads, **{name: target[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")})

@@ -16,6 +16,7 @@ from .head import head_of
 from .objectives import CrossEntropy
 from .readable import METRICS
 from .rows import Against, Found, differentiate
+from .sizes import in_cache, is_fake
 from .teachers import Supervisor
 
 # Rows of draft logits alive at a time on the CPU: enough for its matrix units.
@@ -26,18 +27,25 @@ TEACHERS, TEACHERS_ELSEWHERE = 2, 8
 BUDGET = 2**30
 
 
-def rows_at_once(width: int, device: torch.device) -> int:
-    """How many rows of draft logits over `width` tokens are alive at a time."""
-    return CHUNK if device.type == "cpu" else min(max(BUDGET // (4 * width), 512), 8192) // 128 * 128
+def rows_at_once(width: int, states_ND: Tensor) -> int:
+    """How many rows of draft logits over `width` tokens are alive at a time, where these states are."""
+    return CHUNK if in_cache(states_ND) else min(max(BUDGET // (4 * width), 512), 8192) // 128 * 128
 
 
-def method(device: torch.device, objective: ObjectiveBase) -> Callable[[Tensor, Against, bool], Found]:
+def method(states_ND: Tensor, objective: ObjectiveBase) -> Callable[[Tensor, Against, bool], Found]:
     """What makes loss and gradient of a chunk: kernels where there are any for the device, else plain torch."""
-    if device.type == "cuda" and RowObjective.by_rows(objective) and find_spec("triton"):
+    if is_fake(states_ND) and RowObjective.by_rows(objective):
+        return in_place
+    if states_ND.is_cuda and RowObjective.by_rows(objective) and find_spec("triton"):
         from .kernels import differentiate as by_kernels
 
         return by_kernels
     return differentiate
+
+
+def in_place(logits_NW: Tensor, against: Against, wanted: bool) -> Found:
+    """What the kernels leave of fake tensors: the gradient in the logits' place, and some numbers a row."""
+    return Found(*torch.empty(len(Found._fields), len(logits_NW)))
 
 
 @torch.compiler.disable
@@ -81,14 +89,14 @@ class _Problem:
     parameters: list[Tensor]
     wanted: bool
 
-    def blocks(self, most: int) -> Iterator[tuple[slice, Tensor]]:
-        """Teacher rows, and the pairs [n] that they teach: `most`, unless those of a single unit are more."""
+    def blocks(self, most: int, limit: int) -> Iterator[tuple[slice, Tensor]]:
+        """Teacher rows, and the pairs [n] that they teach: `most` of `limit` units, unless those of a single one are more."""
         device = self.rows_N.device
         if self.pairs is None:
             yield slice(0, None), torch.arange(len(self.rows_N), device=device)
             return
         order_N, marks = self.pairs[0].to(device), self.pairs[1]
-        limit, start = TEACHERS if device.type == "cpu" else TEACHERS_ELSEWHERE, 0
+        start = 0
         while start < len(marks) - 1:
             end = start + 1
             while end < len(marks) - 1 and end - start < limit and marks[end + 1] - marks[start] <= most:
@@ -107,8 +115,8 @@ class _Chunked(torch.autograd.Function):
         states_ND = torch.cat(states)
         loss = states_ND.new_zeros((), dtype=torch.float32)
         metrics_3N = loss.new_zeros(3, len(states_ND))
-        most, differentiated = rows_at_once(len(ids_W), states_ND.device), method(states_ND.device, problem.objective)
-        for teachers, block_N in problem.blocks(most):
+        most, differentiated = rows_at_once(len(ids_W), states_ND), method(states_ND, problem.objective)
+        for teachers, block_N in problem.blocks(most, TEACHERS if in_cache(states_ND) else TEACHERS_ELSEWHERE):
             taught = problem.teacher.at(teachers, ids_W)
             for at_N in block_N.split(most):
                 rows_N = problem.rows_N[at_N] - teachers.start

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.objective import ObjectiveBase, RowObjective
+from .sizes import in_cache
 from .teachers import Taught
 
 # Numbers of a tensor alive at a time on the CPU: what is looked at several times stays in its cache.
@@ -77,7 +78,7 @@ class RowSums:
 @torch.no_grad()
 def differentiate(logits_NW: Tensor, against: Against, wanted: bool) -> Found:
     """Loss and metrics of each row; if `wanted`, the logits give way to the gradient of `Σ weight · loss` by them."""
-    size = max(1, CACHED // logits_NW.shape[1]) if logits_NW.device.type == "cpu" else max(1, len(logits_NW))
+    size = max(1, CACHED // logits_NW.shape[1]) if in_cache(logits_NW) else max(1, len(logits_NW))
     found = []
     with torch.autocast(logits_NW.device.type, enabled=False):  # a product in bfloat16 would round the loss
         for at in range(0, max(1, len(logits_NW)), size):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..contracts.signal import Signal
+from .sizes import in_cache
 
 # Rows of full-vocabulary logits alive at a time: float32 and their exponentials.
-CHUNK = {"cpu": 64}
+CHUNK = 64
 CHUNK_ELSEWHERE = 256
 
 
@@ -76,7 +77,7 @@ class Teacher:
     def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
         """See `Supervisor`: one pass over the whole vocabulary, of which the draft's columns are kept."""
         hidden_NT = self.hidden_RT[rows]
-        parts = [self._at(part_NT, draft_ids_W) for part_NT in hidden_NT.split(CHUNK.get(hidden_NT.device.type, CHUNK_ELSEWHERE))]
+        parts = [self._at(part_NT, draft_ids_W) for part_NT in hidden_NT.split(CHUNK if in_cache(hidden_NT) else CHUNK_ELSEWHERE)]
         return Taught(*map(torch.cat, zip(*parts, strict=True)))
 
     def _at(self, hidden_NT: Tensor, draft_ids_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:

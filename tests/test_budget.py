@@ -1,0 +1,50 @@
+"""What a training step of an 8B target's draft may take, counted on fake tensors: bytes, calls, FLOPs, and no tensor of all rows × a
+vocabulary. The shape is Llama-3.1-8B's, with a draft vocabulary of 32,000 and rows of 4,096 tokens, all supervised."""
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from foredraft import auto_draft
+from foredraft.training.cost import Shape, count_step
+
+LLAMA_8B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131_072,
+)
+LENGTH, WIDTH = 4096, 32_000
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "megabytes", "calls"), [(False, 1.4, 12_500), (True, 0.82, 13_000)], ids=["all kept", "checkpointed"]
+)
+def test_eagle3(checkpointing: bool, megabytes: float, calls: int) -> None:
+    """Bounds are what is reached, and a little more; FLOPs are those of the shape, by hand."""
+    options: dict[str, Any] = {"draft_vocab_size": WIDTH, "ttt_steps": 7}
+    cost = count_step(
+        lambda: auto_draft(LLAMA_8B, "eagle3", **options), LLAMA_8B, Shape(length=LENGTH), checkpointing=checkpointing, run_target=False
+    )
+    assert cost.bytes_per_token < megabytes * 1e6
+    assert cost.ops < calls
+    assert cost.rows[128_256] <= 1024
+    assert cost.rows[WIDTH] <= 8192
+    heads, hidden, inner = 32 * 128, 4096, 14_336
+    layer = hidden * (heads + 2 * 8 * 128) + heads * hidden + 3 * hidden * inner  # the context's half of q, k, v; o; feed-forward
+    embedded = hidden * (heads + 2 * 8 * 128)
+    by_hand = {
+        "draft head": 7 * 6 * hidden * WIDTH,
+        "teacher": 2 * hidden * 128_256,
+        "attention": 7 * 7 * 2 * heads * LENGTH / 2,
+    }
+    for part, flops in by_hand.items():
+        assert cost.flops[part] / cost.tokens == pytest.approx(flops, rel=0.01), part
+    needed = 7 * 6 * layer + 4 * 3 * hidden * hidden
+    layers = cost.flops["draft layers"] / cost.tokens
+    assert needed <= 1.01 * layers
+    assert layers <= 1.01 * (needed + 7 * 6 * embedded)
