@@ -48,6 +48,7 @@ class OneConfig(AdapterTests):
 
     cls: Any
     config: Any
+    cases: ClassVar[tuple[str, ...]] = ("fused", "prefix")  # flags of wirings do not meet a family: all on Llama and latent attention
     test_with_every_algorithm = None  # test_matrix.py trains and decodes each pair at length
 
     @pytest.fixture
@@ -61,6 +62,7 @@ class OneConfig(AdapterTests):
 
 class TestLlama(OneConfig):
     cls, config = LlamaDraft, tiny_config()
+    cases = AdapterTests.cases
     test_with_every_algorithm = AdapterTests.test_with_every_algorithm
 
 
@@ -78,6 +80,7 @@ class TestGeneric(OneConfig):
 
 class TestDeepseekV3(OneConfig):
     cls, config = DeepseekV3Draft, DeepseekV3Config(**{**TINY, **LATENT}, first_k_dense_replace=8)
+    cases = AdapterTests.cases
 
 
 class TestDeepseekV3MoE(OneConfig):
