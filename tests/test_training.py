@@ -606,6 +606,35 @@ def test_defaults_by_device(
     assert found.accelerator_config == (None if workers == 0 else {"non_blocking": True})
 
 
+@pytest.mark.parametrize(("dtype", "bf16"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)])
+def test_frozen_tables_are_the_targets_while_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bf16: bool
+) -> None:
+    """Head and embedding of DFlash; the same weights come of it and the same files, as if each had its own."""
+    target, states, shared = predictable_target().to(dtype), [], []
+    before = {name: t.clone() for name, t in target.state_dict().items()}
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            mine, theirs = (model.embed_tokens, model.lm_head), (target.get_input_embeddings(), target.get_output_embeddings())
+            shared.append({a.weight.data_ptr() == b.weight.data_ptr() for a, b in zip(mine, theirs, strict=True)})
+
+    for lends in (True, False):
+        draft = tiny_draft(target, "dflash", num_layers=1, block_size=4)
+        if not lends:
+            monkeypatch.setattr("foredraft.training.borrowing.Borrow._may_stand_for", lambda *_: False)
+        trainer = trainer_of(draft, target, tmp_path / str(lends), ROWS, max_steps=2, bf16=bf16, save_strategy="steps", save_steps=2)
+        trainer.add_callback(Watch)
+        trainer.train()
+        states.append(draft.state_dict())
+        states.append(load_file(tmp_path / str(lends) / "checkpoint-2" / "model.safetensors"))
+    assert shared == [{dtype == torch.float32 or bf16}] * 2 + [{False}] * 2
+    for ours, theirs in ((states[0], states[2]), (states[1], states[3]), (target.state_dict(), before)):
+        assert_close(ours, theirs, rtol=0, atol=0)
+    states[0]["lm_head.weight"].zero_()
+    assert_close(target.state_dict(), before, rtol=0, atol=0)
+
+
 def test_half_weights_are_refused_unless_asked_for(tmp_path: Path) -> None:
     draft = fresh().to(torch.bfloat16)
     with pytest.raises(ForedraftError, match=r"weights are torch.bfloat16, where most updates round to nothing: train draft.float\(\)"):

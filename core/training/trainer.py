@@ -30,6 +30,7 @@ from ..target.pairing import check_pair, remember, warn_of_other
 from ..target.target import Target
 from .alone import alone_in
 from .arguments import check_training
+from .borrowing import Borrow
 from .inputs import check_rows
 from .progress import A_TWENTIETH, AsAskedNow, DraftPrinter, DraftProgress, SeedByEpoch
 from .ready import check_ready
@@ -148,6 +149,8 @@ class DraftTrainer(Trainer):
         self.add_callback(SeedByEpoch)
         self.add_callback(AsAskedNow)
         self.add_callback(self._stop)
+        self._borrow = Borrow(self.target.model, torch.bfloat16 if self.args.bf16 else None)
+        self.add_callback(self._borrow)
         for theirs, ours in ((ProgressCallback, DraftProgress), (PrinterCallback, DraftPrinter)):
             if self.pop_callback(theirs):
                 self.add_callback(ours)
@@ -170,7 +173,10 @@ class DraftTrainer(Trainer):
             if resume_from_checkpoint and self._has_made_all_steps(str(resume_from_checkpoint)):
                 return TrainOutput(self.state.global_step, 0.0, {})
             self.data_collator.epoch = 0
-            out = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            try:
+                out = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            finally:
+                self._borrow.give_back()
         if self._stop.received and self.state.global_step < self.state.max_steps:
             checkpoint = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
             raise TrainingStopped(self._stop.received, self.state.global_step, self.state.max_steps, checkpoint)
@@ -229,6 +235,9 @@ class DraftTrainer(Trainer):
         state = self.state_dict()
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        super()._save(output_dir, self._borrow.own(self.model.state_dict() if state_dict is None else state_dict))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; it loads what any number of ranks saved."""
