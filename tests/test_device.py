@@ -28,7 +28,7 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def masked_plain(q: Tensor, k: Tensor, v: Tensor, sees: Any, rows: Tensor, scale: float) -> Tensor:
     """In place of the CPU's, which looks for keys that nobody sees."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(sees, rows, k.shape[2]), scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(sees, rows, k.shape[2]), scale=scale, enable_gqa=True)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -121,6 +121,7 @@ class Fused(_Stack):
         """A layer's output; `rest` are the embeddings, which the first layer reads too, and the cache."""
         *embeds, cache = rest
         x: Any
+        normed_BQD: Any
         if not embeds:
             x = layer.input_layernorm(hidden_BQD)
         else:

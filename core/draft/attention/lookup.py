@@ -136,6 +136,6 @@ def _halves(table_BUX: Tensor, weight_YX: Tensor) -> tuple[Tensor, Tensor]:
     """The product of the table and the first columns, and the columns that are left."""
     first, second = weight_YX.tensor_split([table_BUX.shape[-1]], dim=1)
     device = weight_YX.device.type
-    if torch.is_autocast_enabled(device):  # which remembers its casts of parameters alone
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # which remembers its casts of parameters alone
         second = second.to(torch.get_autocast_dtype(device))
     return F.linear(table_BUX, first), second
