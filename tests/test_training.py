@@ -484,11 +484,14 @@ class TestCachedTarget:
         assert torch.equal(again.aux_BSA, expected.aux_BSA)
         assert torch.equal(again.hidden_BST, expected.hidden_BST)
 
-    def test_trains_the_same(self, tmp_path: Path) -> None:
+    def test_trains_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         layers = fresh().config.aux_layers
         plain = trained(tmp_path / "a", max_steps=5)
-        for name in ("b", "c"):  # writing the files, then reading them
-            cached = trained(tmp_path / name, target=CachedTarget(MODEL, layers, tmp_path / "cache"), max_steps=5)
+        for name, workers in (("b", 0), ("c", 0), ("d", 1)):  # writing the files, then reading them; the last time not in this process
+            if name == "d":
+                monkeypatch.setattr(CachedTarget, "_read_or_computed", lambda *_: pytest.fail("not read by the worker"))
+            target = CachedTarget(MODEL, layers, tmp_path / "cache")
+            cached = trained(tmp_path / name, target=target, max_steps=5, dataloader_num_workers=workers)
             assert steps_of(cached) == steps_of(plain)
             assert_same_weights(cached.model, plain.model)
 

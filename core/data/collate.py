@@ -1,7 +1,7 @@
 """From packed rows to a batch, with all that the algorithm draws for it."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ class DraftCollator:
     def __init__(self, algorithm: AlgorithmBase, seed: int = 0, multiple: int = 1):
         self.algorithm, self.seed, self.multiple = algorithm, seed, multiple
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
+        self.read_states: Callable[[Mapping[str, Any]], dict[str, Tensor] | None] | None = None
+        """Reads what is stored of the target's states of a batch, into `states`; where batches are made, so that training need not wait."""
 
     @property
     def epoch(self) -> int:
@@ -35,6 +37,8 @@ class DraftCollator:
         batch["positions"] = positions_within(batch["documents"])
         batch["ends"], batch["multiple"] = ends_of(batch["positions"]), self.multiple
         generators = [Generator().manual_seed(seed_of(self.seed, self.epoch, row)) for row in batch["row"].tolist()]
+        if self.read_states is not None and (states := self.read_states(batch)) is not None:
+            batch["states"] = states
         return self.algorithm.plan(batch, generators).joined(batch)
 
 

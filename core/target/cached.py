@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,23 +37,27 @@ class CachedTarget(Target):
                 "hidden_states_cache: ranks that share a target run it together, and would find different rows missing: leave it out"
             )
         self._names = [name for need, name in NAMES.items() if need in needs]
-        self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._salt = f"{describe_target(model.config)}{self.aux_layers}{self._names}{model.dtype}".encode() + _sample(model)
+        width = model.config.get_text_config().hidden_size
+        widths = {"aux": len(self.aux_layers) * width, "hidden": width}
+        salt = f"{describe_target(model.config)}{self.aux_layers}{self._names}{model.dtype}".encode() + _sample(model)
+        self.shelf = Shelf(Path(directory), salt, {name: widths[name] for name in self._names})
+        self.shelf.directory.mkdir(parents=True, exist_ok=True)
 
     @torch.no_grad()
     def capture(self, batch: Batch) -> Signal:
-        """As `Target.capture`."""
-        files = [self._file(batch, b) for b in range(len(batch["input_ids"]))]
-        rows = [self._read(file, batch["input_ids"].shape[1]) for file in files]
+        """As `Target.capture`; where a collator has read the states already (`DraftCollator.read_states`), they are taken as they are."""
+        states = batch.get("states") or self._read_or_computed(batch)
+        none = torch.empty(*batch["input_ids"].shape, 0, device=batch["input_ids"].device)
+        return Signal(states.get("aux", none), states.get("hidden", none), self.head)
+
+    def _read_or_computed(self, batch: Batch) -> dict[str, Tensor]:
+        rows, files = self.shelf.rows(batch), self.shelf.files(batch)
         if missing := [b for b, row in enumerate(rows) if row is None]:
             for b, row in zip(missing, self._compute(batch, missing), strict=True):
                 rows[b] = row
                 _write(files[b], row)
         device = batch["input_ids"].device
-        none = torch.empty(*batch["input_ids"].shape, 0, device=device)
-        stacked = {name: torch.stack([row[name] for row in rows if row]).to(device) for name in self._names}
-        return Signal(stacked.get("aux", none), stacked.get("hidden", none), self.head)
+        return {name: torch.stack([row[name] for row in rows if row]).to(device) for name in self._names}
 
     def _compute(self, batch: Batch, rows: list[int]) -> list[dict[str, Tensor]]:
         """Run the target over some rows."""
@@ -60,21 +65,40 @@ class CachedTarget(Target):
         found = {"aux": signal.aux_BSA, "hidden": signal.hidden_BST}
         return [{name: found[name][b].contiguous().cpu() for name in self._names} for b in range(len(rows))]
 
-    def _file(self, batch: Batch, row: int) -> Path:
-        digest = hashlib.sha1(self._salt)
-        for name in ("input_ids", "documents"):
-            digest.update(batch[name][row].cpu().numpy().tobytes())
-        return self.directory / f"{digest.hexdigest()}.safetensors"
 
-    def _read(self, file: Path, length: int) -> dict[str, Tensor] | None:
-        """The row, or None if it is not there, damaged, or not what a row of so many tokens holds."""
+@dataclass(frozen=True)
+class Shelf:
+    """The files of a `CachedTarget`, without the target: what workers that make batches can read."""
+
+    directory: Path
+    salt: bytes
+    """Goes into every file's name, with the row."""
+    widths: Mapping[str, int]
+    """Of each tensor in a file."""
+
+    def whole(self, batch: Batch) -> dict[str, Tensor] | None:
+        """The states of a batch by name, [B, S, width]; None unless all its rows are there."""
+        rows = self.rows(batch)
+        if any(row is None for row in rows):
+            return None
+        return {name: torch.stack([row[name] for row in rows if row]) for name in self.widths}
+
+    def files(self, batch: Batch) -> list[Path]:
+        """Where each row of a batch is kept."""
+        kept = [batch[name].cpu().numpy() for name in ("input_ids", "documents")]
+        digests = [hashlib.sha1(b"".join([self.salt, *(x.tobytes() for x in row)])).hexdigest() for row in zip(*kept, strict=True)]
+        return [self.directory / f"{digest}.safetensors" for digest in digests]
+
+    def rows(self, batch: Batch) -> list[dict[str, Tensor] | None]:
+        """Each row, or None if it is not there, damaged, or not what a row of so many tokens holds."""
+        return [self._row(file, batch["input_ids"].shape[1]) for file in self.files(batch)]
+
+    def _row(self, file: Path, length: int) -> dict[str, Tensor] | None:
         try:
             row = load_file(file)
         except (OSError, SafetensorError):
             return None
-        width = self.model.config.get_text_config().hidden_size
-        widths = {"aux": len(self.aux_layers) * width, "hidden": width}
-        shapes = {name: (length, widths[name]) for name in self._names}
+        shapes = {name: (length, width) for name, width in self.widths.items()}
         return row if {name: tuple(t.shape) for name, t in row.items()} == shapes else None
 
 

@@ -25,6 +25,7 @@ from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..files.reading import check_fields, read_config
 from ..loss import estimated_tau
+from ..target.cached import CachedTarget
 from ..target.loading import place
 from ..target.pairing import check_pair, remember, warn_of_other
 from ..target.target import Target
@@ -138,6 +139,8 @@ class DraftTrainer(Trainer):
         self._sharded = bool(args.fsdp)
         multiple = 128 if args.device.type == "cuda" else 1
         kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed, multiple))
+        if isinstance(self.target, CachedTarget) and isinstance(kwargs["data_collator"], DraftCollator):
+            kwargs["data_collator"].read_states = self.target.shelf.whole
         super().__init__(model=model, args=args, **kwargs)
         if self._sharded:
             shard(model, self.args.device, self.args.bf16)
