@@ -239,7 +239,7 @@ class TestHead:
 
     def test_an_unknown_head_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_target(layers=2)
-        forward = model.lm_head.forward
-        monkeypatch.setattr(model.lm_head, "forward", lambda hidden: forward(hidden) * math.pi)
+        forward = model.forward
+        monkeypatch.setattr(model, "forward", lambda **given: SimpleNamespace(logits=forward(**given).logits * math.pi))
         with pytest.raises(ForedraftError, match="the head of LlamaForCausalLM is not understood"):
             Target(model, (1,))
