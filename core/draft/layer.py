@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Pattern
 from .attention.geometry import Rotary
+from .attention.lookup import autocasted
 
 
 class DraftLayer(nn.Module):
@@ -33,7 +34,7 @@ class DraftLayer(nn.Module):
         x is normed already, by whoever puts it together of several parts.
         """
         hidden_BQD = hidden_BQD + self.self_attn(x_BSX, rotary, pattern, cache, rows)
-        return hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
+        return hidden_BQD + self.mlp(autocasted(self.post_attention_layernorm(hidden_BQD)))
 
 
 def take_over(layer: nn.Module, theirs: Mapping[str, Tensor], renamed: Mapping[str, str] = {}) -> int:

@@ -80,12 +80,20 @@ class _Keep(TorchDispatchMode):
         super().__init__()
         self.ops = ops
         self.outputs: list[Any] = []
+        self.last: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in self.ops:
             self.outputs.append(tree_map_only(Tensor, _Output, out))
+            self.last = func
         return out
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # The last product is as a rule the layer's own output, which nothing in the layer reads: made again should that be wrong.
+        if self.outputs and self.last not in ATTENTION:
+            self.outputs.pop()
 
 
 class _GiveBack(TorchDispatchMode):
@@ -103,6 +111,5 @@ class _GiveBack(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self.keep.ops:
-            return func(*args, **(kwargs or {}))
-        return tree_map_only(_Output, _Output.unchanged, next(self.left))
+        kept = next(self.left, None) if func in self.keep.ops else None
+        return func(*args, **(kwargs or {})) if kept is None else tree_map_only(_Output, _Output.unchanged, kept)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Layout, Pattern
 from .attention.geometry import Rotary
-from .attention.lookup import Beside, Lookup, take_rows
+from .attention.lookup import Beside, Lookup, autocasted, take_rows
 from .layer import take_over
 from .recompute import recomputed
 
@@ -31,7 +31,7 @@ class _Stack:
 
     def project(self, draft: DraftModel, aux_BSA: Tensor) -> Tensor:
         """See `Wiring`."""
-        return draft.fc(aux_BSA.to(draft.fc.weight.dtype))
+        return draft.fc(_readable(aux_BSA, draft.fc.weight.dtype))
 
     def head_input(self, draft: DraftModel, hidden_BQD: Tensor) -> Tensor:
         """See `Wiring`."""
@@ -64,6 +64,11 @@ class _Stack:
         return state
 
 
+def _readable(aux_BSA: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype`, unless autocast is about to choose another."""
+    return aux_BSA if torch.is_autocast_enabled(aux_BSA.device.type) else aux_BSA.to(dtype)
+
+
 @dataclass(frozen=True)
 class Fused(_Stack):
     """The first layer reads embedding and context side by side, each under its own norm (EAGLE-3, figure 5)."""
@@ -92,7 +97,7 @@ class Fused(_Stack):
     def project(self, draft: DraftModel, aux_BSA: Tensor) -> Tensor:
         """See `Wiring`."""
         if self.fc_norm:
-            chunks = aux_BSA.to(draft.fc.weight.dtype).chunk(len(draft.fc_norm), dim=-1)
+            chunks = _readable(aux_BSA, draft.fc.weight.dtype).chunk(len(draft.fc_norm), dim=-1)
             aux_BSA = torch.cat([norm(chunk) for norm, chunk in zip(draft.fc_norm, chunks, strict=True)], dim=-1)
         return super().project(draft, aux_BSA)
 
@@ -125,7 +130,8 @@ class Fused(_Stack):
         if not embeds:
             x = layer.input_layernorm(hidden_BQD)
         else:
-            normed_BQD = hidden_BQD.each(layer.hidden_norm) if isinstance(hidden_BQD, Lookup) else layer.hidden_norm(hidden_BQD)
+            each = hidden_BQD.each if isinstance(hidden_BQD, Lookup) else lambda run: run(hidden_BQD)
+            normed_BQD = each(lambda states: autocasted(layer.hidden_norm(states)))
             looked_up = isinstance(embeds[0], Lookup)
             x = Beside(embeds[0], normed_BQD) if looked_up else torch.cat([layer.input_layernorm(embeds[0]), normed_BQD], dim=-1)
             hidden_BQD = normed_BQD if self.norm_before_residual else hidden_BQD
@@ -181,6 +187,6 @@ class Prefix(_Stack):
     def _layer(
         self, layer: Any, rotary: Rotary, pattern: Pattern, rows: Rows, hidden_BQD: Tensor, context_BSD: Tensor, cache: KeyValueCache | None
     ) -> Tensor:
-        x_BSD = torch.cat([context_BSD, layer.input_layernorm(hidden_BQD)], dim=1)
+        x_BSD = autocasted(torch.cat([context_BSD, layer.input_layernorm(hidden_BQD)], dim=1))
         own = rows if isinstance(rows, int) or rows is None else rows - context_BSD.shape[1]
         return layer.attend(take_rows(hidden_BQD, own), x_BSD, rotary, pattern, cache, rows)

@@ -24,7 +24,7 @@ CHUNK = 256
 # Teacher rows over the draft's vocabulary alive at a time, in units, on the CPU and elsewhere.
 TEACHERS, TEACHERS_ELSEWHERE = 2, 8
 # Bytes of draft logits alive at a time elsewhere, were they float32.
-BUDGET = 2**30
+BUDGET = 2**29
 
 
 def rows_at_once(width: int, states_ND: Tensor) -> int:
@@ -65,12 +65,15 @@ def chunked(
     (`batch["pairs"]`, of `Plan.taught`); without it the order is made here, which on an accelerator waits for it. The gradient is
     formed in the forward pass, where the logits are, and may be taken once.
     """
-    states, parameters = list(states), draft.head_parameters() if torch.is_grad_enabled() else []
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*states, *parameters))
+    parameters = draft.head_parameters() if torch.is_grad_enabled() else []
+    # A chunk's states, once read, give way to their gradient; the caller's copies are not held meanwhile.
+    states_ND = torch.cat(list(states)) if len(states) > 1 else states[0].clone()
+    del states
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (states_ND, *parameters))
     weights_N = torch.cat([torch.ones_like(row, dtype=torch.float32) * weight for row, weight in zip(rows, weights, strict=True)])
     pairs = pairs or (pairs_by_teacher(rows) if teacher.costly else None)
     problem = _Problem(draft, teacher, objective, pairs, torch.cat(list(rows)), weights_N, parameters, wanted)
-    loss, metrics_3N = _Chunked.apply(problem, *states, *parameters)
+    loss, metrics_3N = _Chunked.apply(problem, states_ND, *parameters)
     sums = [part_3N.sum(1) for part_3N in metrics_3N.split([len(row) for row in rows], dim=1)]
     counts = [torch.full_like(loss, len(row), requires_grad=False) for row in rows]
     return Step(loss, dict(zip(METRICS, (torch.stack(counts), *torch.stack(sums, dim=1)), strict=True)))
@@ -108,11 +111,8 @@ class _Problem:
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, problem: _Problem, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        states = inputs[: len(inputs) - len(problem.parameters)]
+    def forward(ctx: Any, problem: _Problem, states_ND: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         ids_W, head = problem.draft.draft_ids, head_of(problem.draft, problem.parameters, problem.wanted)
-        # A chunk's states, once read, give way to their gradient.
-        states_ND = torch.cat(states)
         loss = states_ND.new_zeros((), dtype=torch.float32)
         metrics_3N = loss.new_zeros(3, len(states_ND))
         most, differentiated = rows_at_once(len(ids_W), states_ND), method(states_ND, problem.objective)
@@ -127,7 +127,7 @@ class _Chunked(torch.autograd.Function):
                 metrics_3N.index_copy_(1, at_N, torch.stack(found[1:]))
                 if problem.wanted:
                     states_ND.index_copy_(0, at_N, head.back(logits_NW).to(states_ND.dtype))
-        ctx.sizes, ctx.gradients = [len(s) for s in states], (states_ND, *head.gradients) if problem.wanted else None
+        ctx.gradients = (states_ND, *head.gradients) if problem.wanted else None
         ctx.dtypes = [p.dtype for p in problem.parameters]
         ctx.mark_non_differentiable(metrics_3N)
         return loss, metrics_3N
@@ -138,4 +138,4 @@ class _Chunked(torch.autograd.Function):
             raise RuntimeError("the gradient of this loss has been taken: it was formed with the loss, and is kept once")
         d_states_ND, *d_parameters = (d.mul_(grad) for d in ctx.gradients)
         ctx.gradients = None
-        return None, *d_states_ND.split(ctx.sizes), *(d.to(dtype) for d, dtype in zip(d_parameters, ctx.dtypes, strict=True))
+        return None, d_states_ND, *(d.to(dtype) for d, dtype in zip(d_parameters, ctx.dtypes, strict=True))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 
 def take_rows(x_BSX: Any, rows: Tensor | int | None) -> Any:
@@ -89,7 +90,7 @@ class Lookup(_Put):
         Worked out at the first call, for all who look up this table.
         """
         if norm not in self.known:
-            table_BUX = norm(self.table_BUX)
+            table_BUX: Tensor = checkpoint(lambda x: autocasted(norm(x)), self.table_BUX, use_reentrant=False, preserve_rng_state=False)
             self.known[norm] = table_BUX, {weight: _halves(table_BUX, weight) for weight in weights}
         table_BUX, products = self.known[norm]
         return Lookup(table_BUX, self.rows_BQ, products)
@@ -135,7 +136,10 @@ class Beside(_Put):
 def _halves(table_BUX: Tensor, weight_YX: Tensor) -> tuple[Tensor, Tensor]:
     """The product of the table and the first columns, and the columns that are left."""
     first, second = weight_YX.tensor_split([table_BUX.shape[-1]], dim=1)
-    device = weight_YX.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # which remembers its casts of parameters alone
-        second = second.to(torch.get_autocast_dtype(device))
-    return F.linear(table_BUX, first), second
+    return F.linear(table_BUX, first), autocasted(second)
+
+
+def autocasted(x: Tensor) -> Tensor:
+    """As products under autocast read it, which remembers its casts of parameters alone: what several of them read is cast once."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
