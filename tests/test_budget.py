@@ -22,7 +22,7 @@ LENGTH, WIDTH = 4096, 32_000
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "megabytes", "calls"), [(False, 1.4, 12_500), (True, 0.82, 13_000)], ids=["all kept", "checkpointed"]
+    ("checkpointing", "megabytes", "calls"), [(False, 1.05, 13_400), (True, 0.5, 14_000)], ids=["all kept", "checkpointed"]
 )
 def test_eagle3(checkpointing: bool, megabytes: float, calls: int) -> None:
     """Bounds are what is reached, and a little more; FLOPs are those of the shape, by hand."""
@@ -33,7 +33,7 @@ def test_eagle3(checkpointing: bool, megabytes: float, calls: int) -> None:
     assert cost.bytes_per_token < megabytes * 1e6
     assert cost.ops < calls
     assert cost.rows[128_256] <= 1024
-    assert cost.rows[WIDTH] <= 8192
+    assert cost.rows[WIDTH] <= 4096
     heads, hidden, inner = 32 * 128, 4096, 14_336
     layer = hidden * (heads + 2 * 8 * 128) + heads * hidden + 3 * hidden * inner  # the context's half of q, k, v; o; feed-forward
     embedded = hidden * (heads + 2 * 8 * 128)
