@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One worker per core; a worker that is done takes over tests of another. `-n 0` runs them in one process.
 FAST := -n logical --maxprocesses 8 --dist worksteal -m "not slow and not gpu and not vllm"
 
-.PHONY: demo test slow check style types docs images matrix test-with clean
+.PHONY: demo test slow check style types docs images matrix test-with wheels clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
@@ -58,6 +58,15 @@ test-with:
 	grep -vE "^(transformers|tokenizers|huggingface_hub)==" constraints.txt > .venv-$(TRANSFORMERS)/constraints.txt
 	.venv-$(TRANSFORMERS)/bin/pip install -c .venv-$(TRANSFORMERS)/constraints.txt --editable ".[test]" transformers==$(TRANSFORMERS)
 	.venv-$(TRANSFORMERS)/bin/python -m pytest $(FAST)
+
+# For a machine that has torch and reaches no index: wheels of what it may lack, in build/wheels (PYTHON_VERSION: the one there).
+#   there: python -m pip install --no-index --no-deps build/wheels/*.whl, then pip install --no-deps --no-build-isolation -e .
+PYTHON_VERSION ?= 3.12
+CARRIED := transformers accelerate pydantic pydantic_core typing-inspection annotated-types datasets dill multiprocess pluggy typer filelock
+wheels: $(VENV)/bin/python
+	rm -rf build/wheels
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --python-version $(PYTHON_VERSION) -c constraints.txt -d build/wheels $(CARRIED)
+	du -sh build/wheels
 
 clean:
 	rm -rf build dist .cache runs *.egg-info

@@ -47,4 +47,4 @@ def test_eagle3(checkpointing: bool, megabytes: float, calls: int) -> None:
     needed = 7 * 6 * layer + 4 * 3 * hidden * hidden
     layers = cost.flops["draft layers"] / cost.tokens
     assert needed <= 1.01 * layers
-    assert layers <= 1.01 * (needed + 7 * 6 * embedded)
+    assert layers <= 1.01 * (needed + 6 * embedded)  # the embedding's half, once for all steps

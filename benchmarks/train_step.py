@@ -1,0 +1,136 @@
+"""What a training step costs on this machine: seconds and peak memory of every algorithm, by shape and by the share that is supervised.
+
+`OMP_NUM_THREADS=1 python benchmarks/train_step.py [--json FILE]` runs each cell in a process of its own, and prints ratios to the first of
+its shape (EAGLE-3, all supervised). `--quick` takes the smallest shape. `--column NAME=COMMAND` adds another trainer's: the command is
+given the cell as JSON, and prints `{"seconds": ..., "megabytes": ...}`.
+"""
+
+import argparse
+import gc
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from foredraft import DraftCollator, Target, auto_draft
+from foredraft.training.cost import Shape
+
+SMALL = {
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+}
+MLA = {"q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 128}
+LATENT = {**SMALL, **MLA, **EXPERTS, "num_key_value_heads": 8, "first_k_dense_replace": 8, "head_dim": 32}
+CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "EAGLE-3": ("llama", SMALL, "eagle3", {"ttt_steps": 7, "draft_vocab_size": 8000}),
+    "EAGLE-3, 4 steps": ("llama", SMALL, "eagle3", {"ttt_steps": 4, "draft_vocab_size": 8000}),
+    "P-EAGLE": ("llama", SMALL, "peagle", {"num_depths": 8, "num_layers": 1, "draft_vocab_size": 8000}),
+    "DFlash": ("llama", SMALL, "dflash", {"block_size": 16, "num_layers": 1, "num_aux": 3, "anchors": 64}),
+    "MLA": ("deepseek_v3", LATENT, "eagle3", {"ttt_steps": 7, "draft_vocab_size": 8000}),
+}
+"""Target's model type and size, algorithm, options."""
+SHAPES, SHARES, ROUNDS = ((2, 512), (1, 2048), (1, 8192)), (1.0, 0.5, 0.25), 5
+
+
+def step_of(
+    config: Any, algorithm: str, options: dict[str, Any], shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Callable[[], Any], Callable[[Any], None], Any]:
+    """(what the target says of a batch, a step from that, the draft): of random weights, in `dtype` by autocast, without an optimizer."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        draft = auto_draft(config, algorithm, **options).train()
+    draft.to(device)
+    target = Target(model.to(device), draft.config.aux_layers, draft.algorithm.needs)
+    batch = send_to_device(DraftCollator(draft.algorithm)(shape.packed()), device)
+
+    def capture() -> Any:
+        return target.capture(batch)
+
+    def step(signal: Any) -> None:
+        draft.zero_grad()
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            loss = draft(batch, signal)["loss"]
+        loss.backward()
+
+    return capture, step, draft
+
+
+def cell(case: str, rows: int, length: int, share: float) -> dict[str, float]:
+    """Median CPU seconds of a step from the target's states, and what the first takes of memory beyond weights and states."""
+    family, size, algorithm, options = CASES[case]
+    capture, step, _ = step_of(AutoConfig.for_model(family, **size), algorithm, options, Shape(rows, length, share))
+    signal = capture()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of making the models
+    before = resource_peak()
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.process_time()
+        step(signal)
+        seconds.append(time.process_time() - start)
+    return {"seconds": median(seconds[1:]), "megabytes": (resource_peak() - before) / 1024}
+
+
+def resource_peak() -> int:
+    """KiB that this process has had in memory at most, on Linux."""
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+
+
+def measured(command: list[str], given: dict[str, Any]) -> dict[str, Any]:
+    """The last line of what a command prints of a cell; what went wrong, if anything did."""
+    out = subprocess.run([*command, json.dumps(given)], capture_output=True, text=True, check=False)
+    if out.returncode:
+        return {"error": out.stderr.strip().splitlines()[-1:] or out.returncode}
+    found: dict[str, Any] = json.loads(out.stdout.strip().splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Print a line per cell."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the smallest shape alone")
+    parser.add_argument("--case", action="append", choices=CASES, help="these alone")
+    parser.add_argument("--column", action="append", default=[], metavar="NAME=COMMAND", help="another trainer, see above")
+    parser.add_argument("--json", type=Path, help="write all cells there")
+    asked = parser.parse_args()
+    columns = {"foredraft": [sys.executable, __file__, "--cell"]}
+    columns |= {name: shlex.split(command) for name, _, command in (column.partition("=") for column in asked.column)}
+    cells: list[dict[str, Any]] = []
+    for rows, length in SHAPES[:1] if asked.quick else SHAPES:
+        first: dict[str, Any] = {}
+        for case in asked.case or CASES:
+            for share in SHARES:
+                given = {"case": case, "rows": rows, "length": length, "share": share}
+                for column, command in columns.items():
+                    found = measured(command, given)
+                    first = first or found
+                    ratios = {
+                        f"{name} ratio": found[name] / first[name] for name in found if name in first and isinstance(found[name], float)
+                    }
+                    cells.append({"column": column, **given, **found, **ratios})
+                    print(json.dumps(cells[-1]), flush=True)
+    if asked.json:
+        asked.json.write_text(json.dumps({"threads": torch.get_num_threads(), "torch": torch.__version__, "cells": cells}, indent=1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--cell"]:
+        print(json.dumps(cell(**json.loads(sys.argv[2]))))
+    else:
+        main()
