@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Layout, Pattern
+from ..loss.head import autocast_dtype
 from .attention.geometry import Rotary
 from .attention.lookup import Beside, Lookup, autocasted, take_rows
 from .layer import take_over
@@ -66,7 +67,7 @@ class _Stack:
 
 def _readable(aux_BSA: Tensor, dtype: torch.dtype) -> Tensor:
     """In `dtype`, unless autocast is about to choose another."""
-    return aux_BSA if torch.is_autocast_enabled(aux_BSA.device.type) else aux_BSA.to(dtype)
+    return aux_BSA if autocast_dtype(aux_BSA) else aux_BSA.to(dtype)
 
 
 @dataclass(frozen=True)

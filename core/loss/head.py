@@ -60,9 +60,7 @@ class MatrixHead:
     """
 
     def __init__(self, before: Callable[[Tensor], Tensor], linear: nn.Linear, parameters: list[Tensor], wanted: bool):
-        device = linear.weight.device.type
-        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if casts else linear.weight.dtype
+        dtype = autocast_dtype(linear.weight) or linear.weight.dtype
         self._before, self._wanted = before, wanted
         self._weight_WD = linear.weight.detach().to(dtype)
         self._bias_W = None if linear.bias is None else linear.bias.detach().to(dtype)
@@ -93,6 +91,13 @@ class MatrixHead:
         for (_, total), d in zip(self._others, found, strict=True):
             total += d
         return d_states_ND
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """In what autocast runs products of x's device; None: there is none."""
+    device = x.device.type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if casts else None
 
 
 def add_product(total_WD: Tensor, left_WN: Tensor, right_ND: Tensor) -> None:

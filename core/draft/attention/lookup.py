@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from ...loss.head import autocast_dtype
+
 
 def take_rows(x_BSX: Any, rows: Tensor | int | None) -> Any:
     """The inputs `rows` [B, Q] of x, or so many of the last, [B, Q, X]; all of them if rows is None."""
@@ -141,5 +143,4 @@ def _halves(table_BUX: Tensor, weight_YX: Tensor) -> tuple[Tensor, Tensor]:
 
 def autocasted(x: Tensor) -> Tensor:
     """As products under autocast read it, which remembers its casts of parameters alone: what several of them read is cast once."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    return x.to(autocast_dtype(x) or x.dtype)
