@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..target.cached import CachedTarget
-    from .trainer import DraftTrainer, DraftTrainingArguments, NonFiniteLoss
+    from .defaults import DraftTrainingArguments
+    from .trainer import DraftTrainer, NonFiniteLoss
 
 __all__ = ["CachedTarget", "DraftTrainer", "DraftTrainingArguments", "NonFiniteLoss"]
 

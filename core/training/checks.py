@@ -12,8 +12,8 @@ from ..errors import ForedraftError, gathering
 from ..files.writing import check_place
 from ..registry import default_registry
 from ..target.loading import load_config
+from .defaults import DraftTrainingArguments
 from .settings import RunConfig
-from .trainer import DraftTrainingArguments
 
 
 def check_run(config: RunConfig) -> DraftTrainingArguments:

@@ -19,8 +19,8 @@ from ..files.reading import read_config
 from ..target.loading import load_config, load_tokenizer
 from .checks import check_draft, check_settled, open_start, sources
 from .cost import Cost, Shape, count_step
+from .defaults import DraftTrainingArguments
 from .settings import RunConfig
-from .trainer import DraftTrainingArguments
 
 TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250, "L40S": 362, "RTX 4090": 165, "MI300X": 1307}
 """Peak of dense bfloat16 products with float32 sums, by what a device's name holds; from the makers' data sheets."""

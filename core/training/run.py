@@ -20,11 +20,12 @@ from ..target.loading import load_config, load_target, load_tokenizer
 from ..target.target import Target
 from .alone import alone_in
 from .checks import check_draft, check_run, open_start, sources
+from .defaults import DraftTrainingArguments
 from .inputs import check_rows
 from .plot import plot_training
 from .resume import LENGTH, digest, earlier_run, latest_complete, note
 from .settings import DataConfig, RunConfig
-from .trainer import DraftTrainer, DraftTrainingArguments
+from .trainer import DraftTrainer
 
 
 def train(config: RunConfig) -> Path:

@@ -1,5 +1,6 @@
 """Inputs put together of rows that repeat: what is linear in them is worked out once per row, not once per use."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,16 +28,16 @@ def take_rows(x_BSX: Any, rows: Tensor | int | None) -> Any:
     return x_BSX.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, rows.shape)
 
 
-class _Put:
+class _Put(ABC):
     """Stands for a tensor [B, Q, X], `dense`: linear layers use what it is made of, all else reads the tensor."""
 
+    @abstractmethod
     def dense(self) -> Tensor:
         """The tensor itself."""
-        raise NotImplementedError
 
+    @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` of the tensor."""
-        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
