@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .rows import Against, Found, RowSums
 
-# Tokens of a row looked at at a time, and the warps that do; no register spills on compute capability 8.0 to 10.0.
+# Tokens of a row looked at at a time, and the warps that do; not tuned on a device.
 BLOCK, WARPS = 4096, 8
 
 
