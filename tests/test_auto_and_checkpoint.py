@@ -513,7 +513,7 @@ class TestDescribe:
         assert "measured" not in lines
 
     def test_draft(self, tmp_path: Path) -> None:
-        save_draft(tiny_draft(tiny_target(), draft_vocab_size=20, num_layers=2), tmp_path / "draft")
+        save_draft(tiny_draft(tiny_target(), draft_vocab_size=20, num_layers=2, ttt_steps=1), tmp_path / "draft")
         record(tmp_path / "draft", {"chat": {"tau": 2.5}})
         lines = describe(str(tmp_path / "draft"))
         assert lines["what"] == "a draft by eagle3"
@@ -530,4 +530,5 @@ class TestDescribe:
 
     def test_memory_grows_with_the_batch(self, tmp_path: Path) -> None:
         tiny_config(vocab=50_000).save_pretrained(tmp_path)
-        assert describe(str(tmp_path), rows=1)["training step"] != describe(str(tmp_path), rows=64)["training step"]
+        one, many = (describe(str(tmp_path), "medusa", rows=rows, length=512)["training step"] for rows in (1, 64))
+        assert one != many

@@ -26,13 +26,14 @@ from foredraft.files.reading import read_config
 from foredraft.formats import export_draft
 from foredraft.formats.serving import serve_command
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 KINDS: dict[str, Callable[[], Any]] = {
-    "eagle3": lambda: tiny_draft(tiny_target(), "eagle3"),
-    "reduced, qk_norm": lambda: tiny_draft(tiny_target(), "eagle3", qk_norm=True, num_layers=2, draft_vocab_size=20),
-    "eagle31, yarn": lambda: tiny_draft(tiny_target(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}), "eagle31"),
-    "latent": lambda: auto_draft(CONFIGS["V3, yarn"]),
-    "dflash": lambda: tiny_draft(tiny_target(), "dflash", num_layers=2, block_size=4),
-    "peagle": lambda: tiny_draft(tiny_target(), "peagle", num_layers=2, draft_vocab_size=20),
+    "eagle3": lambda: tiny_draft(tiny_target(), "eagle3", ttt_steps=1),
+    "reduced, qk_norm": lambda: tiny_draft(tiny_target(), "eagle3", ttt_steps=1, qk_norm=True, num_layers=2, draft_vocab_size=20),
+    "eagle31, yarn": lambda: tiny_draft(tiny_target(rope_parameters=YARN), "eagle31", ttt_steps=1),
+    "latent": lambda: auto_draft(CONFIGS["V3, yarn"], ttt_steps=1),
+    "dflash": lambda: tiny_draft(tiny_target(), "dflash", num_layers=2, block_size=4, anchors=16),
+    "peagle": lambda: tiny_draft(tiny_target(), "peagle", num_layers=2, draft_vocab_size=20, num_depths=2),
     "medusa": lambda: tiny_draft(tiny_target(), "medusa"),
 }
 MISSING = object()
@@ -88,7 +89,7 @@ def read_all_ways(path: Path, model: Any, out: Path) -> dict[str, bool]:
     """Whether each reader took it; raises what is no `ForedraftError`."""
     shutil.rmtree(out, ignore_errors=True)
     readers: dict[str, Callable[[], Any]] = {
-        "info": lambda: describe(str(path)),
+        "info": lambda: describe(str(path), length=64),
         "export": lambda: export_draft(path, out, "speculators"),
         "eval": lambda: load_draft_for(str(path), model),
         "config": lambda: auto_draft(read_config(path)),
@@ -105,7 +106,7 @@ def read_all_ways(path: Path, model: Any, out: Path) -> dict[str, bool]:
     return took
 
 
-@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field(drafts: dict[str, Path], kind: str, every: int, tmp_path: Path) -> None:
     """Over all kinds many mutants, or a part of them, another one of each kind; no code is fetched, and memory does not grow."""
