@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.utils import logging
 
 from ..auto import auto_draft
@@ -18,6 +19,7 @@ from ..data import DraftCollator
 from ..errors import ForedraftError, nearest
 from ..registry import Registry, default_registry
 from ..target.capture import AuxCapture, decoder_layers
+from ..target.loading import auto_class
 from ..target.target import Target
 from . import generate
 
@@ -69,6 +71,32 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+# The same for what reads images and sound, which is not run.
+SENSES: dict[str, Any] = {
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "d_model": 32,
+    "projection_dim": 32,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "out_hidden_size": 32,
+    "intermediate_size": 64,
+    "mlp_dim": 64,
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "depth": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_heads": 4,
+    "head_dim": 8,
+    "image_size": 32,
+    "patch_size": 8,
+    "init_pos_emb_height": 8,
+    "init_pos_emb_width": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -86,30 +114,57 @@ class Verdict:
 @lru_cache(maxsize=4)
 def tiny_model(config_class: Any) -> PreTrainedModel:
     """A random model of a config class's family, small enough for milliseconds. Raises what transformers raises if it cannot be built."""
-    names = {*dir(config_class), *config_class.attribute_map, *config_class().to_dict()}
-    names -= {name for name in names if isinstance(getattr(config_class, name, None), property)}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        config = config_class(**{name: value for name, value in SMALL.items() if name in names})
-        if "kv_lora_rank" in names:  # latent attention has as many of either
-            config.num_key_value_heads = config.num_attention_heads
+        config = _shrunk(config_class)
+        family = auto_class(config)
         with torch.device("meta"):
-            size = AutoModelForCausalLM.from_config(config).num_parameters()
+            size = family.from_config(config).num_parameters()
         if size > LARGEST:
             raise ForedraftError(f"shrunk, it still has {size:,} parameters")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            model = family.from_config(config, dtype=torch.float32).eval()
+            for weight in model.parameters():  # a router of zeros ties its experts: which it takes follows from the width of a forward
+                if weight.ndim > 1 and not weight.any():
+                    torch.nn.init.normal_(weight, std=SMALL["initializer_range"])
     finally:
         logging.set_verbosity(verbosity)
     model.generation_config.eos_token_id = None  # texts of full length
     return model
 
 
+def _shrunk(config_class: Any) -> PretrainedConfig:
+    """A small config of this class; of one that has parts, what reads and writes text is shrunk by `SMALL`, what sees by `SENSES`."""
+    whole = config_class()
+    text = whole.get_text_config()
+    parts = {name: part for name in config_class.sub_configs if isinstance(part := getattr(whole, name, None), PretrainedConfig)}
+    if text is whole:
+        return config_class(**_sizes(whole, SMALL))
+    small = {name: {"model_type": part.model_type, **_sizes(part, SMALL if part is text else SENSES)} for name, part in parts.items()}
+    return config_class(**small)
+
+
+def _sizes(config: PretrainedConfig, small: dict[str, Any]) -> dict[str, Any]:
+    """Those of `small` that a config has, and what must agree with them."""
+    names = {*dir(config), *config.attribute_map, *config.to_dict()}
+    names -= {name for name in names if isinstance(getattr(type(config), name, None), property)}
+    sizes = {name: value for name, value in small.items() if name in names}
+    if getattr(config, "sliding_window", None) is None:  # a cache believes in a window that the model may not have
+        sizes.pop("sliding_window", None)
+    if "kv_lora_rank" in names:  # latent attention has as many of either
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "mrope_section" in {*rope, *config.ignore_keys_at_rope_validation}:
+        turned = int(small["head_dim"] * (rope.get("partial_rotary_factor") or 1.0)) // 2
+        sizes["rope_parameters"] = {**rope, "mrope_section": [turned - 2 * (turned // 3), turned // 3, turned // 3]}
+    return sizes
+
+
 def objection(target: PretrainedConfig) -> str | None:
     """Why a target with this config cannot be drafted for, as far as a tiny model of its family shows; None if it can."""
-    family: Any = type(target.get_text_config())
+    family: Any = type(target if type(target) in MODEL_FOR_MULTIMODAL_LM_MAPPING else target.get_text_config())
     with torch.device("cpu"):  # the draft may be planned on the meta device
         return _objection(family)
 
@@ -119,9 +174,10 @@ def _objection(config_class: Any) -> str | None:
     try:
         if config_class().is_encoder_decoder:
             return "it is an encoder with a decoder"
-        if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        known = next((m for m in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING) if config_class in m), None)
+        if known is None:
             return "transformers has no language model of its own for it"
-        if MODEL_FOR_CAUSAL_LM_MAPPING[config_class]._is_stateful:
+        if known[config_class]._is_stateful:
             return "it keeps a recurrent state, which cannot go back to before a rejected draft"
         model = tiny_model(config_class)
     except Exception as error:  # a family's code may raise anything
@@ -207,11 +263,12 @@ def verdict(model_type: str, registry: Registry | None = None) -> Verdict:
         raise ForedraftError(f"transformers knows no model_type '{model_type}'{nearest(model_type, CONFIG_MAPPING.keys())}")
     registry, adapter, text_type = registry or default_registry(), None, model_type
     try:
-        text = CONFIG_MAPPING[model_type]().get_text_config()
-        text_type, family = text.model_type, cast(Any, type(text))
-        if not any(text_type in a.model_types for a in registry.adapters().values()) and (problem := objection(text)):
+        whole = CONFIG_MAPPING[model_type]()
+        text_type = whole.get_text_config().model_type
+        if not any(text_type in a.model_types for a in registry.adapters().values()) and (problem := objection(whole)):
             return Verdict(model_type, text_type, None, problem)
-        adapter = registry.adapter_for(text_type, text).name
+        adapter = registry.adapter_for(text_type, whole).name
+        family: Any = type(whole if type(whole) in MODEL_FOR_MULTIMODAL_LM_MAPPING else whole.get_text_config())
         try_out(tiny_model(family), registry)
     except Exception as error:  # a family's code may raise anything
         return Verdict(model_type, text_type, adapter, _short(error))

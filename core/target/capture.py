@@ -14,7 +14,9 @@ from .weights import home_of, own_tensors
 def decoder_of(model: PreTrainedModel) -> Any:
     """The stack of decoder layers, embedding and final norm included, without the head."""
     decoder = model.get_decoder()
-    return model.model if decoder is model else decoder  # Llama 4's text model is named as if it were multimodal
+    while decoder is model or hasattr(decoder, "lm_head"):  # Llama 4's text model is named as if it were multimodal
+        decoder = decoder.model
+    return decoder
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -3,11 +3,21 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.distributed import DistributedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import find_adapter_config_file
 
@@ -48,7 +58,7 @@ def load_tokenizer(name: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBa
 
 def load_target(name: str, dtype: str, loading: Loading = PLAIN, device: str | torch.device = "cpu") -> PreTrainedModel:
     """The target in a directory or on the hub, on `device` unless `loading` says where. Raises `ForedraftError` if it is not there."""
-    load_config(name, loading)
+    config = load_config(name, loading)
     how = dict(loading.model)
     if torch.device(device).type != "cpu" and not {"device_map", "tp_plan"} & how.keys():
         how["device_map"] = {"": torch.device(device)}  # read straight to it, not by way of the host's memory
@@ -57,12 +67,17 @@ def load_target(name: str, dtype: str, loading: Loading = PLAIN, device: str | t
             how["distributed_config"] = DistributedConfig(tp_plan=plan)
         if quantization := how.pop("quantization", None):
             how["quantization_config"] = AutoQuantizationConfig.from_dict(dict(quantization))
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **how)
+        model = auto_class(config).from_pretrained(name, dtype=dtype, **how)
     except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
         raise ForedraftError(f"target '{name}' could not be loaded: {error}") from error
     if loading.device_map is not None and not hasattr(model, "hf_device_map"):  # transformers notes a map of several devices alone
         model.hf_device_map = {"": model.device}
     return model
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Which of transformers' auto classes makes the whole model of a config: with what it reads images and sound with, if it does."""
+    return AutoModelForMultimodalLM if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING else AutoModelForCausalLM
 
 
 def place(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:

@@ -56,7 +56,8 @@ def wanted(model: PreTrainedModel) -> bool:
     """Whether a target is to attend so: asked to, or by SDPA where the flash kernel runs; its layers must tell their windows."""
     text = model.config.get_text_config()
     asked = text._attn_implementation
-    heads = max(getattr(text, name, None) or 0 for name in ("head_dim", "v_head_dim", "qk_head_dim"))
+    shapes = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    heads = max(getattr(shape, name, None) or 0 for shape in shapes for name in ("head_dim", "v_head_dim", "qk_head_dim"))
     flash = (
         next(model.parameters()).is_cuda
         and model.dtype in (torch.bfloat16, torch.float16)

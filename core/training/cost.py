@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ..data import DraftCollator
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
+from ..target.loading import auto_class
 from ..target.target import Target
 from .meter import Meter
 from .pairs import Watched, visible_pairs
@@ -149,7 +150,7 @@ def _count(
         draft = make().train()
         if checkpointing:
             draft.gradient_checkpointing_enable()
-        model = AutoModelForCausalLM.from_config(config, dtype=target_dtype)
+        model = auto_class(config).from_config(config, dtype=target_dtype)
         target = _Unchecked(model, draft.config.aux_layers, draft.algorithm.needs)
     batch = DraftCollator(draft.algorithm)(packed)
     weights = [t for m in (draft, model) for t in chain(m.parameters(), m.buffers())]
