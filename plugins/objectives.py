@@ -23,6 +23,18 @@ class ForwardKL(RowObjective):
         return Cost(sums.cross_entropy_N - sums.entropy_N, torch.ones_like(sums.cross_entropy_N))
 
 
+class Text(RowObjective):
+    """-log q of the token that the text goes on with, whatever the target says: {text: 0.1, tv: 1.8} is DSpark's loss."""
+
+    name = "text"
+    summary = "cross-entropy against the text's own token"
+    needs_teacher = False
+
+    def of(self, sums: Sums) -> Cost:
+        """See `RowObjective`."""
+        return Cost(sums.text_N, by_text_N=torch.ones_like(sums.text_N))
+
+
 class TotalVariation(RowObjective):
     """½ Σ |p - q| over the target's whole vocabulary, which is 1 - α: the chance that speculative sampling rejects."""
 
@@ -66,4 +78,4 @@ class LikelihoodAndKL(RowObjective):
 @hookimpl
 def foredraft_objectives() -> list[type[Any]]:
     """The objectives of this file, and core's."""
-    return [CrossEntropy, ForwardKL, TotalVariation, NegativeLogAcceptance, LikelihoodAndKL]
+    return [CrossEntropy, ForwardKL, Text, TotalVariation, NegativeLogAcceptance, LikelihoodAndKL]

@@ -143,7 +143,7 @@ class PEagle(AlgorithmBase[PEagleOptions]):
         return chunked(
             draft,
             [states_ND[query] for query in batch["queries"]],
-            Teacher.of(signal, batch["teacher_rows"]),
+            Teacher.of(signal, batch["teacher_rows"], batch["input_ids"]),
             batch["teachers"],
             [share] * len(batch["queries"]),
             objective(self.options.loss),

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from foredraft import ForedraftError
 from foredraft.contracts.algorithm import Step
-from foredraft.contracts.objective import RowObjective
+from foredraft.contracts.objective import RowObjective, Spelt
 from foredraft.contracts.pairs import pairs_by_teacher
 from foredraft.loss import Labels, Taught, Teacher, chunked, chunks, objective, reference, rows
 from foredraft.loss.readable import METRICS
@@ -42,11 +43,14 @@ class TopTeacher(Teacher):
         return replace(taught, p_RW=taught.p_RW * (taught.p_RW >= taught.p_RW.topk(3).values[:, -1:]))
 
 
-def make_draft(norm_output: bool, draft_vocab_size: int | None = 20) -> Any:
-    """A draft that names 20 of 50 tokens, or all; its final norm is not the identity."""
+def make_draft(norm_output: bool, draft_vocab_size: int | None = 20, carried: int = 0) -> Any:
+    """A draft that names 20 of 50 tokens, or all; its final norm is not the identity; with `carried`, logits have a bias of that rank."""
     draft = tiny_draft(MODEL, draft_vocab_size=draft_vocab_size, norm_output=norm_output)
     torch.manual_seed(1)
     torch.nn.init.normal_(draft.norm.weight)
+    if carried:
+        draft.biased = torch.nn.Linear(carried, draft.config.draft_vocab_size, bias=False)
+        draft.algorithm.__class__ = type("Riding", (type(draft.algorithm),), {"rider": lambda _, draft: draft.biased})
     return draft
 
 
@@ -66,7 +70,12 @@ def draft(request: pytest.FixtureRequest) -> Any:
 
 
 def problem(
-    draft: Any, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32, teacher: type[Teacher] = Teacher, loss: Any = "ce"
+    draft: Any,
+    sizes: tuple[int, ...] = SIZES,
+    dtype: torch.dtype = torch.float32,
+    teacher: type[Teacher] = Teacher,
+    loss: Any = "ce",
+    carried: int = 0,
 ) -> dict[str, Any]:
     """States, teacher and weights; a teacher row serves several steps; a reduced vocabulary lacks some top tokens."""
     torch.manual_seed(2)
@@ -76,8 +85,8 @@ def problem(
     assert named.any()
     assert named.all() == (not draft.config.has_reduced_vocabulary)
     return {
-        "states": [torch.randn(n, 32, dtype=dtype, requires_grad=True) for n in sizes],
-        "teacher": teacher(logits_RV, torch.clone),
+        "states": [torch.randn(n, 32 + carried, dtype=dtype, requires_grad=True) for n in sizes],
+        "teacher": teacher(logits_RV, torch.clone, torch.arange(TEACHERS) * 5),
         "teacher_rows": [torch.randint(TEACHERS, (n,)) for n in sizes],
         "weights": [torch.rand(n) for n in sizes],
         "objective": objective(loss),
@@ -97,22 +106,29 @@ def all_gradients(draft: Any, p: dict[str, Any], loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [*p["states"], *draft.head_parameters()], allow_unused=False))
 
 
-@pytest.mark.parametrize("loss", [*default_registry().objectives(), {"ce": 0.1, "tv": 0.9}], ids=str)
+@pytest.mark.parametrize("loss", [*default_registry().objectives(), {"text": 0.1, "tv": 0.9}], ids=str)
 @pytest.mark.parametrize("teacher", [Teacher, TopTeacher])
 @pytest.mark.parametrize("draft_vocab_size", [20, None], ids=["reduced", "whole"])
-@pytest.mark.parametrize(("chunk", "norm_output"), [(1, False), (7, True), (256, False)])
+@pytest.mark.parametrize(("chunk", "norm_output", "carried"), [(1, False, 0), (7, True, 3), (256, False, 3)])
 def test_equals_the_plain_loss(
-    norm_output: bool, chunk: int, draft_vocab_size: int | None, teacher: type[Teacher], loss: Any, monkeypatch: pytest.MonkeyPatch
+    norm_output: bool,
+    chunk: int,
+    carried: int,
+    draft_vocab_size: int | None,
+    teacher: type[Teacher],
+    loss: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every objective, alone and in a sum; a teacher that does not sum to one included."""
+    """Every objective, alone and in a sum; a teacher that does not sum to one included, and states that carry something for a rider."""
     monkeypatch.setattr("foredraft.loss.chunks.CHUNK", chunk)
-    draft = make_draft(norm_output, draft_vocab_size)
-    p = problem(draft, teacher=teacher, loss=loss)
+    draft = make_draft(norm_output, draft_vocab_size, carried)
+    p = problem(draft, teacher=teacher, loss=loss, carried=carried)
     ours, theirs = fused(draft, p), plain(draft, p)
     assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-6)
     assert tuple(ours.metrics) == tuple(theirs.metrics) == METRICS
     for name in METRICS:
         assert_close(ours.metrics[name], theirs.metrics[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert_close(list(ours.acceptance), list(theirs.acceptance), rtol=1e-5, atol=1e-5)
     assert_close(all_gradients(draft, p, ours.loss * 1.7), all_gradients(draft, p, theirs.loss * 1.7), rtol=1e-4, atol=1e-6)
 
 
@@ -203,6 +219,20 @@ class Adapted(torch.nn.Linear):
 
     def forward(self, hidden_BQD: Tensor) -> Tensor:
         return super().forward(hidden_BQD).sin()
+
+
+def test_a_sum_that_is_told_of_no_text() -> None:
+    class Mine(objective("ce").__class__):  # type: ignore[misc]
+        def loss(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
+            return log_q_NW.sum(-1)
+
+    from foredraft.registry import Registry
+
+    registry = default_registry()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Registry, "objective", lambda _, name: Mine if name == "any" else registry.objectives()[name])
+        with pytest.raises(ForedraftError, match="'text' reads the text, which no sum"):
+            objective({"any": 1.0, "text": 0.5})
 
 
 @pytest.mark.parametrize("kind", ["capped", "with a bias", "with adapters"])
@@ -333,15 +363,15 @@ def test_any_vocabulary(width: int, hard: bool, dtype: torch.dtype, device: str)
     torch.manual_seed(0)
     top_R = torch.tensor([width // 2, -1])
     p_RW = None if hard else (torch.randn(2, width) * 2).softmax(-1)
-    taught = Taught(top_R, torch.tensor([1.0, 1.0] if hard else [0.9, 0.4]), p_RW)
+    taught = Taught(top_R, torch.tensor([1.0, 1.0] if hard else [0.9, 0.4]), p_RW, torch.tensor([-1, width - 1]))
     rows_N, weight_N = torch.tensor([1, 0, 0]), torch.rand(3)
     logits_NW = (torch.randn(3, width) * 3).to(dtype)
     exact_NW = logits_NW.double().requires_grad_()
     log_q_NW, spelt_NW, mass_N = exact_NW.log_softmax(-1), taught.probabilities(rows_N, width).double(), taught.mass_R[rows_N].double()
-    mixed = objective({"ce": 0.5, "kl": 0.25, "lk": 1.0, "tv": 2.0})
-    expected_N = mixed.loss(log_q_NW, spelt_NW, mass_N)
+    mixed: Any = objective({"ce": 0.5, "kl": 0.25, "lk": 1.0, "tv": 2.0, "text": 0.7})
+    expected_N = mixed.of(Spelt(log_q_NW, spelt_NW, mass_N, taught.text_R[rows_N])).loss_N  # type: ignore[index]
     (gradient_NW,) = torch.autograd.grad((weight_N * expected_N).sum(), exact_NW)
-    taught = Taught(*(None if t is None else t.to(device) for t in (top_R, taught.mass_R, p_RW)))  # type: ignore[arg-type]
+    taught = Taught(*(None if t is None else t.to(device) for t in (top_R, taught.mass_R, p_RW, taught.text_R)))  # type: ignore[arg-type]
     against, logits_NW = Against(taught, rows_N.to(device), weight_N.to(device), mixed), logits_NW.to(device)
     by = chunks.method(logits_NW, mixed)
     found = Found(*(t.cpu() for t in by(logits_NW, against, True)))
@@ -371,10 +401,20 @@ def test_the_kernels_compile(capability: int) -> None:
 
     from foredraft.loss import kernels
 
-    types = {"x_ptr": "*bf16", "rows_ptr": "*i64", "top_ptr": "*i64", "number": "i32", "width": "i32", "x_stride": "i32", "p_stride": "i32"}
+    types = {
+        "x_ptr": "*bf16",
+        "rows_ptr": "*i64",
+        "top_ptr": "*i64",
+        "text_ptr": "*i64",
+        "number": "i32",
+        "width": "i32",
+        "x_stride": "i32",
+        "p_stride": "i32",
+    }
     for kernel in (kernels.sum_rows, kernels.differentiate_rows):
         for hard in (False, True):
-            constants = {"HARD": hard, "BLOCK": kernels.BLOCK}
+            constants = {"HARD": hard, "TEXT": hard, "BLOCK": kernels.BLOCK}
+            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
             names = {name: types.get(name, "*fp32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
             source = ASTSource(fn=kernel, signature=names, constexprs=constants)
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernels.WARPS})

@@ -59,6 +59,8 @@ class Step:
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    acceptance: Sequence[Tensor] = ()
+    """Per drafting step [N_k], of every row: the chance that speculative sampling accepts its token; a constant."""
 
 
 class Drafter(Protocol):
@@ -159,6 +161,13 @@ class AlgorithmBase(DrafterBase[OptionsT]):
         """What engines look for in the `config.json` of a draft by this algorithm, from its config."""
         return {}
 
+    def rider(self, draft: DraftModel) -> nn.Linear | None:
+        """A matrix [W, r] of the draft's that adds to logits, without a bias: it reads what states carry behind their D features.
+
+        So a bias of low rank, which may depend on the token before, costs no tensor of a vocabulary's width.
+        """
+        return None
+
     @abstractmethod
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
         """What the loss will need of a batch, made in the collator on the CPU.
@@ -191,4 +200,7 @@ class AlgorithmBase(DrafterBase[OptionsT]):
 
     @abstractmethod
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
-        """The training loss of a batch; `batch["counts"]` are the global denominators (all ranks, all accumulated batches)."""
+        """The training loss of a batch; `batch["counts"]` are the global denominators (all ranks, all accumulated batches).
+
+        In a training `batch["progress"]` is the share of it that is done, from 0 to 1, for what fades; elsewhere it is not there.
+        """

@@ -20,6 +20,9 @@ from .plugin import Plugin
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+HeadParts = tuple["Callable[[Tensor], Tensor]", "nn.Linear", "nn.Linear | None"]
+"""What is done to a state, the matrix behind it, and the algorithm's `rider`, if it has one."""
+
 Batch = Mapping[str, Any]
 """A collated batch: `input_ids`, `positions`, `documents`, `spans` (each [B, S], see `foredraft.data`), `row` [B], `ends`, and what the
 algorithm's `plan` added."""
@@ -140,10 +143,10 @@ class DraftModel(Plugin):
 
     @abstractmethod
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, [B, Q, W]."""
+        """Logits over the draft vocabulary, [B, Q, W]; states may carry what the algorithm's `rider` reads, [B, Q, D + r]."""
 
-    def head_parts(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear] | None:
-        """`compute_logits` as what is done to a state and the matrix behind it; None if it is anything else, which trains slower."""
+    def head_parts(self) -> HeadParts | None:
+        """`compute_logits` in parts; None if it is anything else, which trains slower."""
         return None
 
     @classmethod

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
+from ..errors import ForedraftError
 from .plugin import Plugin
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 class ObjectiveBase(Plugin):
     """A loss per row. Its gradient is taken chunk by chunk, by autograd unless `differentiated` is overridden."""
+
+    needs_teacher: bool = True
+    """Whether it reads the target's distribution; without, the text alone may teach."""
 
     @abstractmethod
     def loss(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
@@ -51,6 +55,11 @@ class Sums(Protocol):
         """α = Σ min(p · mass, q): the chance that speculative sampling accepts, over the target's whole vocabulary."""
         ...
 
+    @property
+    def text_N(self) -> Tensor:
+        """-log q of the text's own token, 0 where the draft cannot name it. Raises `ForedraftError` where the text is not known."""
+        ...
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -59,10 +68,11 @@ class Cost:
     loss_N: Tensor
     by_cross_entropy_N: Tensor | None = None
     by_acceptance_N: Tensor | None = None
+    by_text_N: Tensor | None = None
 
 
 class RowObjective(ObjectiveBase):
-    """A loss that is a function of each row's cross-entropy and acceptance.
+    """A loss that is a function of each row's cross-entropy and acceptance, and of what it says of the text's own token.
 
     Its gradient is known in closed form, so that it needs no tensor [N, W] but the logits, in whose place it is written; on CUDA
     by a kernel. A subclass that overrides `loss` is differentiated as any other objective.
@@ -79,16 +89,18 @@ class RowObjective(ObjectiveBase):
 
     def loss(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
         """See `ObjectiveBase`."""
-        return self.of(_Spelt(log_q_NW, p_NW, mass_N)).loss_N
+        return self.of(Spelt(log_q_NW, p_NW, mass_N)).loss_N
 
 
 @dataclass(frozen=True)
-class _Spelt:
-    """The sums as they are defined, for autograd to differentiate."""
+class Spelt:
+    """`Sums` as they are defined, for autograd to differentiate."""
 
     log_q_NW: Tensor
     p_NW: Tensor
     mass_N: Tensor
+    named_N: Tensor | None = None
+    """The text's own token as a draft id, -1 where it has none; None: not known."""
 
     @property
     def cross_entropy_N(self) -> Tensor:
@@ -103,3 +115,15 @@ class _Spelt:
         import torch
 
         return torch.minimum(self.p_NW * self.mass_N[:, None], self.log_q_NW.exp()).sum(-1)
+
+    @property
+    def text_N(self) -> Tensor:
+        named_N = known(self.named_N)
+        return -((named_N >= 0) * self.log_q_NW.gather(1, named_N.clamp(min=0)[:, None])[:, 0])
+
+
+def known(text_N: Tensor | None) -> Tensor:
+    """What was said of the text. Raises `ForedraftError` where nothing was."""
+    if text_N is None:
+        raise ForedraftError("an objective reads the text's own tokens, of which this algorithm's teacher does not know: choose another")
+    return text_N

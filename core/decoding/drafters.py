@@ -1,7 +1,8 @@
 """Drafters that algorithms share: of autoregressive ones, a forward per token of a chain or depth of a tree; and what parallel ones do."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from ..contracts.draft import Layout
 from ..draft.attention import Causal, DecodingCache
 from ..draft.model import BaseDraft
 from .tree import DraftTree, Rank, TreeShape
+
+Turn = Generator[Tensor, Any, None]
+"""Logits [W] one after another, told the target id chosen from the latest: `token = yield logits_W`."""
 
 
 class AutoregressiveDrafter:
@@ -104,17 +108,23 @@ class Ancestors:
         return F.scaled_dot_product_attention(q_BHQd, keys[0], values[0], attn_mask=self.mask, scale=scale, enable_gqa=True)
 
 
-def choose_in_turn(logits: Iterable[Tensor], choose: Choose) -> tuple[list[int], list[Tensor]]:
-    """What `Drafter.propose` returns, of logits [W] that are there at once, or do not depend on what was chosen before.
+def choose_in_turn(logits: Iterable[Tensor] | Turn, choose: Choose) -> tuple[list[int], list[Tensor]]:
+    """What `Drafter.propose` returns, of logits [W] that are there at once, or of a generator that is sent each token chosen.
 
     A token from each, until none may follow.
     """
     tokens: list[int] = []
     scores: list[Tensor] = []
-    for logits_W in logits:
+    turn: Turn = logits if isinstance(logits, Generator) else (logits_W for logits_W in logits)
+    told: int | None = None
+    while True:
+        try:
+            logits_W = turn.send(told)
+        except StopIteration:
+            return tokens, scores
         chosen = choose(logits_W, tokens)
         if chosen is None:
-            break
-        tokens.append(chosen[0])
-        scores += [chosen[1]] if chosen[1] is not None else []
-    return tokens, scores
+            return tokens, scores
+        told, logits_V = chosen
+        tokens.append(told)
+        scores += [logits_V] if logits_V is not None else []

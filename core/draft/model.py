@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..contracts.algorithm import AlgorithmBase
 from ..contracts.aux_layers import check_aux_layers, default_aux_layers
-from ..contracts.draft import Batch, DraftModel, KeyValueCache, Layout
+from ..contracts.draft import Batch, DraftModel, HeadParts, KeyValueCache, Layout
 from ..contracts.signal import Signal
 from ..contracts.spec import DraftSpec
 from ..errors import ForedraftError, gathering
@@ -91,18 +91,22 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         return self.algorithm.wiring.backbone(self, embeds_BQD, context_BSD, layout, cache)
 
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, [B, Q, W]."""
-        return self.lm_head(self.algorithm.wiring.head_input(self, hidden_BQD))
+        """Logits over the draft vocabulary, [B, Q, W]; states may carry what the algorithm's `rider` reads, [B, Q, D + r]."""
+        state_BQD, carried_BQr = hidden_BQD.tensor_split([self.config.hidden_size], dim=-1)
+        logits_BQW = self.lm_head(self.algorithm.wiring.head_input(self, state_BQD))
+        rider = self.algorithm.rider(self) if carried_BQr.shape[-1] else None
+        return logits_BQW if rider is None else logits_BQW + rider(carried_BQr)
 
     def head_parameters(self) -> list[Tensor]:
         """The trained parameters that `compute_logits` reads."""
-        modules = [*self.algorithm.wiring.head_modules(self), self.lm_head]
-        return [p for module in modules for p in module.parameters() if p.requires_grad]
+        modules = [*self.algorithm.wiring.head_modules(self), self.lm_head, self.algorithm.rider(self)]
+        return [p for module in modules if module is not None for p in module.parameters() if p.requires_grad]
 
-    def head_parts(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear] | None:
-        """The wiring's `head_input` and `lm_head`, unless a subclass computes logits otherwise or the head was replaced (LoRA, say)."""
-        ours = type(self).compute_logits is BaseDraft.compute_logits and type(self.lm_head) is nn.Linear
-        return (partial(self.algorithm.wiring.head_input, self), self.lm_head) if ours else None
+    def head_parts(self) -> HeadParts | None:
+        """The wiring's `head_input`, `lm_head` and the rider, unless a subclass computes logits otherwise or one was replaced (LoRA)."""
+        rider, plain = self.algorithm.rider(self), (nn.Linear, type(None))
+        ours = type(self).compute_logits is BaseDraft.compute_logits and type(self.lm_head) is nn.Linear and type(rider) in plain
+        return (partial(self.algorithm.wiring.head_input, self), self.lm_head, rider) if ours else None
 
     def attention_kernel(self, device: torch.device, dtype: torch.dtype) -> str:
         """By which kernel its attention is trained on `device` in `dtype`, and what that is; nothing where it has no attention of ours.

@@ -74,9 +74,10 @@ def chunked(
     pairs = pairs or (pairs_by_teacher(rows) if teacher.costly else None)
     problem = _Problem(draft, teacher, objective, pairs, torch.cat(list(rows)), weights_N, parameters, wanted)
     loss, metrics_3N = _Chunked.apply(problem, states_ND, *parameters)
-    sums = [part_3N.sum(1) for part_3N in metrics_3N.split([len(row) for row in rows], dim=1)]
+    parts = metrics_3N.split([len(row) for row in rows], dim=1)
     counts = [torch.full_like(loss, len(row), requires_grad=False) for row in rows]
-    return Step(loss, dict(zip(METRICS, (torch.stack(counts), *torch.stack(sums, dim=1)), strict=True)))
+    sums = torch.stack([part_3N.sum(1) for part_3N in parts], dim=1)
+    return Step(loss, dict(zip(METRICS, (torch.stack(counts), *sums), strict=True)), [part_3N[1] for part_3N in parts])
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ class Head(Protocol):
 def head_of(draft: DraftModel, parameters: list[Tensor], wanted: bool) -> Head:
     """The draft's head, whose trained `parameters` are wanted in that order; `wanted`: whether there is a way back at all."""
     parts = draft.head_parts()
-    return AnyHead(draft.compute_logits, parameters, wanted) if parts is None else MatrixHead(*parts, parameters, wanted)
+    if parts is None:
+        return AnyHead(draft.compute_logits, parameters, wanted)
+    return MatrixHead(*parts, parameters, wanted)
 
 
 class AnyHead:
@@ -46,7 +48,9 @@ class AnyHead:
 
     def back(self, d_logits_NW: Tensor) -> Tensor:
         """See `Head`."""
-        d_states_ND, *found = torch.autograd.grad(self._logits_NW, [self._states_ND, *self._parameters], d_logits_NW)
+        # A rider is among the parameters, whether or not these states carry something for it.
+        inputs = [self._states_ND, *self._parameters]
+        d_states_ND, *found = torch.autograd.grad(self._logits_NW, inputs, d_logits_NW, materialize_grads=True)
         del self._logits_NW
         for total, d in zip(self.gradients, found, strict=True):
             total += d
@@ -56,27 +60,36 @@ class AnyHead:
 class MatrixHead:
     """Something cheap over D features (a norm, nothing), then a matrix, whose way back is two products added up in place.
 
-    Under autocast the matrix is cast once for all rows.
+    What states carry behind these features goes through the `rider` alone. Under autocast the matrices are cast once for all rows.
     """
 
-    def __init__(self, before: Callable[[Tensor], Tensor], linear: nn.Linear, parameters: list[Tensor], wanted: bool):
+    def __init__(
+        self, before: Callable[[Tensor], Tensor], linear: nn.Linear, rider: nn.Linear | None, parameters: list[Tensor], wanted: bool
+    ):
         dtype = autocast_dtype(linear.weight) or linear.weight.dtype
-        self._before, self._wanted = before, wanted
+        self._before, self._wanted, self._width = before, wanted, linear.in_features
         self._weight_WD = linear.weight.detach().to(dtype)
+        self._rider_Wr = None if rider is None else rider.weight.detach().to(dtype)
         self._bias_W = None if linear.bias is None else linear.bias.detach().to(dtype)
         self.gradients = [_zeros(p) for p in parameters]
         found = {id(p): total for p, total in zip(parameters, self.gradients, strict=True)}
         self._d_weight_WD, self._d_bias_W = found.pop(id(linear.weight), None), found.pop(id(linear.bias), None)
+        self._d_rider_Wr = None if rider is None else found.pop(id(rider.weight), None)
         self._others = [(p, found[id(p)]) for p in parameters if id(p) in found]
 
     def logits(self, states_ND: Tensor) -> Tensor:
         """See `Head`."""
         with torch.set_grad_enabled(self._wanted):
             self._states_ND = states_ND.detach().requires_grad_(self._wanted)
-            self._hidden_ND = self._before(self._states_ND[:])  # no leaf: hooks of FlopCounterMode cannot stand on one
-        self._read_ND = self._hidden_ND.detach().to(self._weight_WD.dtype)
+            self._hidden_ND = self._before(self._states_ND[:, : self._width])  # no leaf: hooks of FlopCounterMode cannot stand on one
+        self._read_ND, self._carried_Nr = (x.detach().to(self._weight_WD.dtype) for x in (self._hidden_ND, states_ND[:, self._width :]))
         with torch.autocast(self._weight_WD.device.type, enabled=False):
-            return nn.functional.linear(self._read_ND, self._weight_WD, self._bias_W)
+            logits_NW = nn.functional.linear(self._read_ND, self._weight_WD, self._bias_W)
+            return logits_NW if self._rider_Wr is None or not self._carries else logits_NW.addmm_(self._carried_Nr, self._rider_Wr.T)
+
+    @property
+    def _carries(self) -> bool:
+        return self._carried_Nr.shape[1] > 0
 
     def back(self, d_logits_NW: Tensor) -> Tensor:
         """See `Head`."""
@@ -86,8 +99,13 @@ class MatrixHead:
             if self._d_bias_W is not None:
                 self._d_bias_W += d_logits_NW.sum(0, dtype=self._d_bias_W.dtype)
             d_hidden_ND = (d_logits_NW @ self._weight_WD).to(self._hidden_ND.dtype)
+            d_carried_Nr = None if self._rider_Wr is None or not self._carries else d_logits_NW @ self._rider_Wr
+            if self._d_rider_Wr is not None and self._carries:
+                add_product(self._d_rider_Wr, d_logits_NW.T, self._carried_Nr)
         d_states_ND, *found = torch.autograd.grad(self._hidden_ND, [self._states_ND, *(p for p, _ in self._others)], d_hidden_ND)
         del self._hidden_ND
+        if d_carried_Nr is not None:
+            d_states_ND[:, self._width :] = d_carried_Nr
         for (_, total), d in zip(self._others, found, strict=True):
             total += d
         return d_states_ND

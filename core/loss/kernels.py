@@ -23,7 +23,7 @@ BLOCK, WARPS = 4096, 8
 def differentiate(logits_NW: Tensor, against: Against, wanted: bool) -> Found:
     """See `rows.differentiate`; the objective must be a `RowObjective`."""
     number, width = logits_NW.shape
-    taught, top_N = against.taught, against.top_N
+    taught, top_N, said_N = against.taught, against.top_N, against.logits_of_text(logits_NW)
     p_RW = logits_NW if taught.p_RW is None else taught.p_RW  # not read where all is on one token
     shared = (against.rows_N, taught.top_R, taught.mass_R, width, logits_NW.stride(0), p_RW.stride(0))
     settings: dict[str, Any] = {"HARD": taught.p_RW is None, "BLOCK": min(BLOCK, triton.next_power_of_2(width)), "num_warps": WARPS}
@@ -32,11 +32,14 @@ def differentiate(logits_NW: Tensor, against: Against, wanted: bool) -> Found:
         if number:
             sum_rows[(number,)](logits_NW, p_RW, taught.total_R, sums_5N, number, *shared, **settings)
         normaliser_N, cross_entropy_N, accepted_N, hit_N, low_N = sums_5N
-        loss_N, a_N, b_N = RowSums(against, cross_entropy_N, accepted_N).cost()
+        sums = RowSums(against, cross_entropy_N, accepted_N, normaliser_N, said_N)
+        loss_N, a_N, b_N, c_N = sums.cost()
         if wanted and number:
             a_N, b_N = (torch.zeros_like(loss_N) if d_N is None else d_N.contiguous() for d_N in (a_N, b_N))
-            scale_N = a_N * against.total_N - b_N * low_N
-            differentiate_rows[(number,)](logits_NW, p_RW, normaliser_N, a_N, b_N, scale_N, *shared, **settings)
+            scale_N = a_N * against.total_N - b_N * low_N + (0 if c_N is None else c_N)
+            text = (taught.top_R, a_N) if c_N is None else (taught.text_R, c_N)  # the former are not read
+            at_last = {"TEXT": c_N is not None, **settings}
+            differentiate_rows[(number,)](logits_NW, p_RW, normaliser_N, a_N, b_N, scale_N, *text, *shared, **at_last)
     return Found(loss_N, hit_N, accepted_N, (top_N >= 0) * cross_entropy_N)
 
 
@@ -91,10 +94,10 @@ def sum_rows(
 
 @triton.jit
 def differentiate_rows(
-    x_ptr, p_ptr, normaliser_ptr, a_ptr, b_ptr, scale_ptr, rows_ptr, top_ptr, mass_ptr, width, x_stride, p_stride,
-    HARD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, p_ptr, normaliser_ptr, a_ptr, b_ptr, scale_ptr, text_ptr, c_ptr, rows_ptr, top_ptr, mass_ptr, width, x_stride, p_stride,
+    TEXT: tl.constexpr, HARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write (scale + b · 1[q < p · mass]) · q - a · p over the logits of row n."""
+    """Write (scale + b · 1[q < p · mass]) · q - a · p - c · 1[text] over the logits of row n."""
     n = tl.program_id(0).to(tl.int64)
     r = tl.load(rows_ptr + n)
     top = tl.load(top_ptr + r)
@@ -103,6 +106,9 @@ def differentiate_rows(
     a = tl.load(a_ptr + n)
     b = tl.load(b_ptr + n)
     scale = tl.load(scale_ptr + n)
+    if TEXT:
+        text = tl.load(text_ptr + r)
+        c = tl.load(c_ptr + n)
     x_ptr += n * x_stride
     p_ptr += r * p_stride
     for start in range(0, width, BLOCK):
@@ -112,4 +118,6 @@ def differentiate_rows(
         p = _taught(p_ptr, at, inside, top, HARD)
         q = tl.exp(x - normaliser)
         d = (scale + tl.where(q < p * mass, b, 0.0)) * q - a * p
+        if TEXT:
+            d -= tl.where(at == text, c, 0.0)
         tl.store(x_ptr + at, d.to(x_ptr.dtype.element_ty), mask=inside)

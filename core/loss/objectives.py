@@ -1,6 +1,7 @@
 """Objectives by name, alone or as a weighted sum; cross-entropy, the default."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any
 
 import torch
@@ -29,7 +30,7 @@ class Weighted(ObjectiveBase):
     name = "weighted"
 
     def __init__(self, parts: Mapping[ObjectiveBase, float]):
-        self.parts = parts
+        self.parts, self.needs_teacher = parts, any(part.needs_teacher for part in parts)
 
     def loss(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
         """See `ObjectiveBase`."""
@@ -47,7 +48,7 @@ class WeightedRows(RowObjective):
     name = "weighted_rows"
 
     def __init__(self, parts: Mapping[RowObjective, float]):
-        self.parts = parts
+        self.parts, self.needs_teacher = parts, any(part.needs_teacher for part in parts)
 
     def of(self, sums: Sums) -> Cost:
         """See `RowObjective`."""
@@ -57,7 +58,7 @@ class WeightedRows(RowObjective):
             terms = [weight * getattr(cost, name) for weight, cost in costs if getattr(cost, name) is not None]
             return torch.stack(terms).sum(0) if terms else None
 
-        return Cost(total("loss_N"), total("by_cross_entropy_N"), total("by_acceptance_N"))
+        return Cost(*(total(field.name) for field in fields(Cost)))
 
 
 def objective(asked: str | Mapping[str, float]) -> ObjectiveBase:
@@ -65,7 +66,11 @@ def objective(asked: str | Mapping[str, float]) -> ObjectiveBase:
     if isinstance(asked, str):
         return default_registry().objective(asked)()
     parts: dict[Any, float] = {objective(name): weight for name, weight in asked.items()}
-    return WeightedRows(parts) if all(map(RowObjective.by_rows, parts)) else Weighted(parts)
+    if all(map(RowObjective.by_rows, parts)):
+        return WeightedRows(parts)
+    if alone := [part.name for part in parts if not part.needs_teacher]:
+        raise ForedraftError(f"loss {dict(asked)}: '{alone[0]}' reads the text, which no sum with an objective over whole rows is told of")
+    return Weighted(parts)
 
 
 def _known(asked: Any) -> Any:

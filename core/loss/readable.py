@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.algorithm import Step
-from ..contracts.objective import ObjectiveBase
+from ..contracts.objective import ObjectiveBase, RowObjective, Spelt
 from ..contracts.pairs import Pairs
 from .objectives import CrossEntropy
 from .teachers import Supervisor
@@ -50,21 +50,24 @@ def reference(
     speculative sampling accepts), `cross_entropy` (unweighted, whatever the objective).
     Nothing follows from `pairs`: an order of work.
     """
-    total, draft_ids_W = states[0].new_zeros((), dtype=torch.float32), draft.draft_ids
+    total, draft_ids_W, acceptance = states[0].new_zeros((), dtype=torch.float32), draft.draft_ids, []
     sums: dict[str, list[Tensor]] = {name: [] for name in METRICS}
     for state_ND, rows_N, weight_N in zip(states, rows, weights, strict=True):
         log_q_NW = draft.compute_logits(state_ND).float().log_softmax(-1)
         taught = teacher.at(rows_N, draft_ids_W)
         p_NW, mass_N, top_N = taught.probabilities(torch.arange(len(rows_N)), len(draft_ids_W)), taught.mass_R, taught.top_R
         nameable_N = top_N >= 0
-        total = total + (weight_N * nameable_N * objective.loss(log_q_NW, p_NW, mass_N)).sum()
+        spelt = Spelt(log_q_NW, p_NW, mass_N, taught.text_R)
+        loss_N = objective.of(spelt).loss_N if RowObjective.by_rows(objective) else objective.loss(log_q_NW, p_NW, mass_N)
+        total = total + (weight_N * nameable_N * loss_N).sum()
         with torch.no_grad():
             sums["count"].append(torch.full_like(total, len(rows_N)))
             peak_N, own_N = log_q_NW.amax(-1), log_q_NW.gather(1, top_N.clamp(min=0)[:, None])[:, 0]
             sums["correct"].append((nameable_N & (own_N >= peak_N)).sum().float())
-            sums["accepted"].append(torch.minimum(p_NW * mass_N[:, None], log_q_NW.exp()).sum())
+            acceptance.append(spelt.acceptance_N)
+            sums["accepted"].append(acceptance[-1].sum())
             sums["cross_entropy"].append((nameable_N * -(p_NW * log_q_NW).sum(-1)).sum())
-    return Step(total, {name: torch.stack(values) for name, values in sums.items()})
+    return Step(total, {name: torch.stack(values) for name, values in sums.items()}, acceptance)
 
 
 def estimated_tau(acceptance: Sequence[float]) -> float:

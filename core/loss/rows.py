@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contracts.objective import ObjectiveBase, RowObjective
+from ..contracts.objective import ObjectiveBase, RowObjective, known
 from .sizes import in_cache
 from .teachers import Taught
 
@@ -43,6 +43,15 @@ class Against:
         """See `Taught`."""
         return self.taught.total_R[self.rows_N]
 
+    @property
+    def text_N(self) -> Tensor | None:
+        """See `Taught`."""
+        return None if self.taught.text_R is None else self.taught.text_R[self.rows_N]
+
+    def logits_of_text(self, logits_NW: Tensor) -> Tensor | None:
+        """Those of the text's own tokens, [N] float32."""
+        return None if (text_N := self.text_N) is None else logits_NW.gather(1, text_N.clamp(min=0)[:, None])[:, 0].float()
+
 
 class Found(NamedTuple):
     """Of N rows, float32 [N] each."""
@@ -60,19 +69,33 @@ class RowSums:
     against: Against
     cross_entropy_N: Tensor
     acceptance_N: Tensor
+    normaliser_N: Tensor
+    logits_of_text_N: Tensor | None
 
     @property
     def entropy_N(self) -> Tensor:
         """See `Sums`."""
         return self.against.taught.entropy_R[self.against.rows_N]
 
-    def cost(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The loss, and its derivatives times the rows' weights, [N] each."""
+    @property
+    def text_N(self) -> Tensor:
+        """See `Sums`."""
+        return (known(self.against.text_N) >= 0) * (self.normaliser_N - known(self.logits_of_text_N))
+
+    def cost(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The loss, and its derivatives times the rows' weights, [N] each; that by `text_N` is 0 where there is no such token."""
         assert isinstance(self.against.objective, RowObjective)
         cost = self.against.objective.of(self)
         weight_N = self.against.weight_N
-        derivatives = (None if d_N is None else weight_N * d_N for d_N in (cost.by_cross_entropy_N, cost.by_acceptance_N))
+        d_text_N = None if cost.by_text_N is None else cost.by_text_N * (known(self.against.text_N) >= 0)
+        derivatives = (None if d_N is None else weight_N * d_N for d_N in (cost.by_cross_entropy_N, cost.by_acceptance_N, d_text_N))
         return cost.loss_N, *derivatives  # type: ignore[return-value]
+
+    def towards_text(self, d_logits_NW: Tensor, d_text_N: Tensor | None) -> None:
+        """Add what the derivative by `text_N` is at the text's own token; what it is at all tokens, q, has been added."""
+        if d_text_N is not None:
+            at_N1 = known(self.against.text_N).clamp(min=0)[:, None]
+            d_logits_NW.scatter_add_(1, at_N1, -d_text_N[:, None])
 
 
 @torch.no_grad()
@@ -106,16 +129,18 @@ def _soft(x_NW: Tensor, against: Against, wanted: bool) -> Found:
     """All probabilities are kept on the scale of e = exp(x - peak), z = Σ e, q = e / z: nothing is divided but rows' sums."""
     top_N, total_N = against.top_N, against.total_N
     p_NW, peak_N = against.taught.probabilities(against.rows_N, x_NW.shape[1]), x_NW.amax(-1)
-    hit_N, dot_N = _hit(x_NW, peak_N, top_N), torch.linalg.vecdot(p_NW, x_NW)
+    hit_N, dot_N, said_N = _hit(x_NW, peak_N, top_N), torch.linalg.vecdot(p_NW, x_NW), against.logits_of_text(x_NW)
     e_NW = x_NW.sub_(peak_N[:, None]).exp_()
     z_N = e_NW.sum(-1)
-    cross_entropy_N = total_N * (peak_N + z_N.log()) - dot_N
+    normaliser_N = peak_N + z_N.log()
+    cross_entropy_N = total_N * normaliser_N - dot_N
     held_NW = p_NW * (against.mass_N * z_N)[:, None]
-    sums = RowSums(against, cross_entropy_N, torch.minimum(held_NW, e_NW).sum(-1) / z_N)
-    loss_N, a_N, b_N = sums.cost()
+    sums = RowSums(against, cross_entropy_N, torch.minimum(held_NW, e_NW).sum(-1) / z_N, normaliser_N, said_N)
+    loss_N, a_N, b_N, c_N = sums.cost()
     if wanted:
-        # d logits = a (q Σp - p) + b (q 1[q < p·mass] - q Σ q 1[q < p·mass])
+        # d logits = a (q Σp - p) + b (q 1[q < p·mass] - q Σ q 1[q < p·mass]) + c (q - 1[text])
         scale_N = torch.zeros_like(z_N) if a_N is None else a_N * total_N
+        scale_N = scale_N if c_N is None else scale_N + c_N
         low_NW = None
         if b_N is not None:
             low_NW = torch.mul(e_NW, e_NW < held_NW, out=held_NW)
@@ -125,6 +150,7 @@ def _soft(x_NW: Tensor, against: Against, wanted: bool) -> Found:
             e_NW.addcmul_(low_NW, (b_N / z_N)[:, None])
         if a_N is not None:
             e_NW.addcmul_(p_NW, a_N[:, None], value=-1)
+        sums.towards_text(e_NW, c_N)
     return Found(loss_N, hit_N.float(), sums.acceptance_N, (top_N >= 0) * cross_entropy_N)
 
 
@@ -132,20 +158,23 @@ def _hard(x_NW: Tensor, against: Against, wanted: bool) -> Found:
     """As `_soft` with all mass on one token, so that nothing of width W is made beside the logits."""
     top_N, named_N = against.top_N, against.top_N >= 0
     at_N1, peak_N = top_N.clamp(min=0)[:, None], x_NW.amax(-1)
-    picked_N, hit_N = x_NW.gather(1, at_N1)[:, 0], _hit(x_NW, peak_N, top_N)
+    picked_N, hit_N, said_N = x_NW.gather(1, at_N1)[:, 0], _hit(x_NW, peak_N, top_N), against.logits_of_text(x_NW)
     e_NW = x_NW.sub_(peak_N[:, None]).exp_()
     z_N = e_NW.sum(-1)
-    cross_entropy_N = named_N * (peak_N + z_N.log() - picked_N)
+    normaliser_N = peak_N + z_N.log()
+    cross_entropy_N = named_N * (normaliser_N - picked_N)
     q_N = named_N * (picked_N - peak_N).exp() / z_N
-    sums = RowSums(against, cross_entropy_N, torch.minimum(q_N, named_N * against.mass_N))
-    loss_N, a_N, b_N = sums.cost()
+    sums = RowSums(against, cross_entropy_N, torch.minimum(q_N, named_N * against.mass_N), normaliser_N, said_N)
+    loss_N, a_N, b_N, c_N = sums.cost()
     if wanted:
         pull_N = torch.zeros_like(z_N)
         if a_N is not None:
             pull_N = a_N * named_N
         if b_N is not None:
             pull_N = pull_N - b_N * q_N * (q_N < against.mass_N)
-        e_NW.mul_((pull_N / z_N)[:, None]).scatter_add_(1, at_N1, -pull_N[:, None])
+        both_N = pull_N if c_N is None else pull_N + c_N
+        e_NW.mul_((both_N / z_N)[:, None]).scatter_add_(1, at_N1, -pull_N[:, None])
+        sums.towards_text(e_NW, c_N)
     return Found(loss_N, hit_N.float(), sums.acceptance_N, cross_entropy_N)
 
 

@@ -26,6 +26,8 @@ class Taught:
     """How much of the whole distribution the draft's vocabulary holds, float32."""
     p_RW: Tensor | None = None
     """What the draft is to learn, float32, as a rule summing to one. None: all on `top_R`, and nothing where that is -1."""
+    text_R: Tensor | None = None
+    """The token that follows in the text, as a draft id; -1 where the draft cannot name it. None: not known."""
 
     @cached_property
     def total_R(self) -> Tensor:
@@ -65,20 +67,25 @@ class Teacher:
     """The target's states after its final norm."""
     head: Callable[[Tensor], Tensor]
     """Its logits [N, V] of some of them, float32."""
+    text_R: Tensor | None = None
+    """The tokens that follow in the text, as target ids, for objectives that read them."""
 
     costly: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, signal: Signal, rows_R: Tensor) -> Self:
-        """The teacher at `rows_R`, the plan's `teacher_rows` (indices into the flattened [B·S])."""
-        return cls(signal.hidden_BST.flatten(0, 1)[rows_R], signal.head)
+    def of(cls, signal: Signal, rows_R: Tensor, ids_BS: Tensor | None = None) -> Self:
+        """The teacher at `rows_R`, the plan's `teacher_rows` (indices into the flattened [B·S]), of the text `ids_BS`."""
+        text_R = None if ids_BS is None else ids_BS.roll(-1, dims=1).flatten()[rows_R]
+        return cls(signal.hidden_BST.flatten(0, 1)[rows_R], signal.head, text_R)
 
     @torch.no_grad()
     def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
         """See `Supervisor`: one pass over the whole vocabulary, of which the draft's columns are kept."""
         hidden_NT = self.hidden_RT[rows]
         parts = [self._at(part_NT, draft_ids_W) for part_NT in hidden_NT.split(CHUNK if in_cache(hidden_NT) else CHUNK_ELSEWHERE)]
-        return Taught(*map(torch.cat, zip(*parts, strict=True)))
+        text_N = None if self.text_R is None else draft_index(self.text_R[rows], draft_ids_W)
+        top_N, mass_N, p_NW = map(torch.cat, zip(*parts, strict=True))
+        return Taught(top_N, mass_N, p_NW, text_N)
 
     def _at(self, hidden_NT: Tensor, draft_ids_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_NV = self.head(hidden_NT)
@@ -103,7 +110,7 @@ class Labels:
     def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
         """See `Supervisor`."""
         top_N = draft_index(self.top_R[rows], draft_ids_W)
-        return Taught(top_N, torch.ones_like(top_N, dtype=torch.float32))
+        return Taught(top_N, torch.ones_like(top_N, dtype=torch.float32), None, top_N)
 
 
 def draft_index(ids_N: Tensor, draft_ids_W: Tensor) -> Tensor:

@@ -135,6 +135,7 @@ class DraftTrainer(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None) -> Any:
         """Capture the target, run the step inside the module's forward; gradients average over ranks, hence the factor."""
         counted = inputs if num_items_in_batch is None else {**inputs, "counts": num_items_in_batch}
+        counted = {**counted, "progress": self.state.global_step / max(1, self.state.max_steps)}
         signal = self.target.capture(inputs)
         out = model(batch=counted, signal=signal)
         if self._sharded and not torch.is_grad_enabled():
