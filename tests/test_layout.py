@@ -32,10 +32,11 @@ def imports(name: str, file: Path) -> Iterator[str]:
             continue
         for alias in node.names:
             whole = ".".join(filter(None, [*base, alias.name]))
-            yield whole if whole in modules() else ".".join(filter(None, base))
+            yield whole if whole in MODULES else ".".join(filter(None, base))
 
 
-GRAPH = {name: {target for target in imports(name, file) if target} for name, file in modules().items() if name}
+MODULES = modules()
+GRAPH = {name: {target for target in imports(name, file) if target} for name, file in MODULES.items() if name}
 
 
 def test_no_import_runs_against_the_order() -> None:

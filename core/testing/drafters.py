@@ -38,7 +38,7 @@ class DrafterTests(Conformance):
     @pytest.fixture
     def model(self) -> Any:
         """A tiny target."""
-        return tiny_model(tiny_config())
+        return tiny_model(tiny_config(layers=2))
 
     def test_contract(self, algorithm: type[DrafterBase], options: dict[str, Any]) -> None:
         """Options are strict, described and survive JSON."""
