@@ -3,7 +3,18 @@
 from typing import Any
 
 from foredraft import hookimpl
-from foredraft.contracts.engine import Config, EngineBase, Files, architecture_of, drafts_in_parallel, layers_without, unknown_architecture
+from foredraft.contracts.engine import (
+    Accepted,
+    Config,
+    EngineBase,
+    Files,
+    Metrics,
+    architecture_of,
+    drafts_in_parallel,
+    layers_without,
+    total,
+    unknown_architecture,
+)
 from foredraft.contracts.finding import Finding
 
 ALGORITHMS = {"LlamaForCausalLMEagle3": "EAGLE3", "Eagle3DeepseekV2ForCausalLM": "EAGLE3", "DFlashDraftModel": "DFLASH"}
@@ -56,6 +67,19 @@ class SGLang(EngineBase):
             *chain,
             *("--speculative-num-draft-tokens", str(num_tokens + 1)),
         ]
+
+    def server(self, target: str) -> list[str]:
+        """The OpenAI server; its counters are a page only if asked for."""
+        return ["python", "-m", "sglang.launch_server", "--model-path", target, "--enable-metrics"]
+
+    def accepted(self, before: Metrics, after: Metrics) -> Accepted | None:
+        """It counts passes over all requests that are finished, not by position; a request's first token is no pass's."""
+
+        def since(name: str) -> float:
+            return total(after, f"sglang:{name}_total") - total(before, f"sglang:{name}_total")
+
+        passes = since("spec_verify_calls")
+        return Accepted((since("generation_tokens") - since("num_requests")) / passes, []) if passes else None
 
     def findings(self, checkpoint: Files) -> list[Finding]:
         """What its loader alone stumbles over, without a word."""

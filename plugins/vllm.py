@@ -1,17 +1,21 @@
 """vLLM, as of 0.32: EAGLE-3, EAGLE-3.1, P-EAGLE and DFlash drafts, Llama-, Qwen3- and (sequential ones) DeepSeek-shaped."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from foredraft import hookimpl
 from foredraft.contracts.engine import (
+    Accepted,
     Config,
     EngineBase,
     Files,
+    Metrics,
     architecture_of,
     drafts_in_parallel,
     is_reduced,
     layers_without,
+    total,
     unknown_architecture,
 )
 from foredraft.contracts.finding import Finding
@@ -60,7 +64,36 @@ class VLLM(EngineBase):
 
     def arguments(self, config: Config, draft: str, target: str, num_tokens: int) -> list[str]:
         """The OpenAI server."""
-        return ["vllm", "serve", target, "--speculative-config", json.dumps(self.speculative_config(config, draft, num_tokens))]
+        return [*self.server(target), "--speculative-config", json.dumps(self.speculative_config(config, draft, num_tokens))]
+
+    def server(self, target: str) -> list[str]:
+        """The same without a draft."""
+        return ["vllm", "serve", target]
+
+    def extraction(self, target: str, layers: Sequence[int], directory: str) -> list[str]:
+        """By its method extract_hidden_states, a "draft" that writes down what it is given."""
+        read = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+        method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": read}
+        connector = {
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": directory},
+        }
+        settings = ["--speculative-config", json.dumps(method), "--kv-transfer-config", json.dumps(connector)]
+        return [*self.server(target), *settings, "--no-enable-prefix-caching"]  # what is cached is not run, and says nothing
+
+    def accepted(self, before: Metrics, after: Metrics) -> Accepted | None:
+        """By position, from its counters."""
+
+        def since(name: str, **labels: str) -> float:
+            called = f"vllm:spec_decode_{name}_total"
+            return total(after, called, **labels) - total(before, called, **labels)
+
+        if not (drafts := since("num_drafts")):
+            return None
+        name = "num_accepted_tokens_per_pos"
+        positions = sorted({int(has["position"]) for called, has, _ in after if called == f"vllm:spec_decode_{name}_total"})
+        return Accepted(1 + since("num_accepted_tokens") / drafts, [since(name, position=str(p)) / drafts for p in positions])
 
     def findings(self, checkpoint: Files) -> list[Finding]:
         """What its loader alone stumbles over."""

@@ -3,8 +3,6 @@
 JOB is JSON: `llm` (arguments of `vllm.LLM`), `prompts` (lists of ids), `max_tokens`, `ignore_eos`. OUT becomes JSON, too: `ids`
 (per prompt, what was generated), `drafts` (per prompt, [tokens known, drafted ids] of each draft), `drafted` and `accepted` (vLLM's
 own counts, the latter per position), `absent` (parameters of the draft that its file lacks: vLLM does not complain), `seconds`.
-
-Two bugs of vLLM 0.32 on the CPU are worked around; the kernels of GPUs do not have them.
 """
 
 import json
@@ -12,6 +10,8 @@ import os
 import sys
 import time
 from typing import Any
+
+from vllm_on_cpu import work_around
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, which this file can look into
@@ -21,30 +21,6 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
 }
 os.environ.update(SETTINGS)  # read when vLLM is imported
-
-
-def work_around() -> None:
-    """Plain torch in place of two kernels."""
-    import torch
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
-
-    def norm_each_layer(self: Any, k_LNHd: torch.Tensor) -> torch.Tensor:
-        """The CPU's rms_norm norms the context keys of all draft layers with the first layer's weight: k_norm of the others is lost."""
-        wide = k_LNHd.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._rms_norm_eps)
-        return (normed * self._k_norm_weights.float()[:, None, None]).to(k_LNHd.dtype)
-
-    kernel = RotaryEmbedding.forward_cpu
-
-    def rotate(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
-        """The CPU's rotary_embedding misreads strides, and the heads of a 3-D query: latent attention passes it both."""
-        if query.dim() == 2:
-            return kernel(self, positions, query, key)
-        return self.forward_native(positions, query.contiguous(), None if key is None else key.contiguous())
-
-    DFlashQwen3Model._normalize_context_k = norm_each_layer
-    RotaryEmbedding.forward_cpu = rotate
 
 
 def note_drafts(drafts: dict[str, list[Any]]) -> None:

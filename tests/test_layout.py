@@ -7,7 +7,7 @@ from pathlib import Path
 
 CORE = Path(__file__).parent.parent / "core"
 ORDER = (
-    *("errors", "progress", "contracts", "registry", "files", "data", "target", "loss", "draft", "auto"),
+    *("errors", "progress", "contracts", "registry", "files", "serving", "data", "target", "loss", "draft", "auto"),
     *("decoding", "formats", "training", "testing", "doctor", "cli", "__main__"),
 )
 

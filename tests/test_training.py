@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import pytest
 import torch
 from datasets import Dataset
 from rigged import arguments, letter_tokenizer, predictable_target, trainer_of, written_rows
-from safetensors.torch import load_file, save_file
-from tiny import Document, tiny_batch, tiny_draft, tiny_rows, tiny_target
+from safetensors.torch import load_file
+from tiny import Document, tiny_draft, tiny_rows, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -27,7 +27,6 @@ from train_two_ranks import run as run_on_ranks
 from transformers import TrainerCallback, TrainingArguments
 
 from foredraft import (
-    AlgorithmBase,
     Conversations,
     DraftCollator,
     DraftTrainer,
@@ -38,8 +37,7 @@ from foredraft import (
     auto_draft,
     pack,
 )
-from foredraft.registry import default_registry
-from foredraft.training import CachedTarget, NonFiniteLoss
+from foredraft.training import NonFiniteLoss
 from foredraft.training.arguments import training_schema
 from foredraft.training.progress import line
 from foredraft.training.resume import checkpoints_of, latest_complete
@@ -376,124 +374,6 @@ def test_a_full_disk(tmp_path: Path, what: str, limit: int) -> None:
     whole = trained(tmp_path / "whole", draft=fresh(ttt_steps=2), **FULL_DISK_RUN)
     again = trained(run, draft=fresh(ttt_steps=2), resume=True, **FULL_DISK_RUN)
     assert_same_weights(again.model, whole.model)
-
-
-class TestCachedTarget:
-    LAYERS = (2, 4, 5)
-
-    @pytest.fixture
-    def batch(self) -> dict[str, Any]:
-        return self.batch_of(ROWS[:3])
-
-    @staticmethod
-    def batch_of(rows: Any) -> dict[str, Any]:
-        return tiny_batch(fresh().algorithm, rows)
-
-    @pytest.fixture
-    def computed(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-        """How many rows the target had to run over, call by call."""
-        calls: list[int] = []
-        capture = Target.capture
-
-        def counting(target: Target, batch: Any) -> Signal:
-            calls.append(len(batch["input_ids"]))
-            return capture(target, batch)
-
-        monkeypatch.setattr(Target, "capture", counting)
-        return iter([calls])
-
-    @pytest.mark.parametrize("algorithm", [n for n, cls in default_registry().algorithms().items() if issubclass(cls, AlgorithmBase)])
-    def test_gives_the_same_signal(self, algorithm: str, tmp_path: Path) -> None:
-        draft = tiny_draft(MODEL, algorithm, **({"num_layers": 1} if algorithm in ("dflash", "peagle") else {}))
-        batch = tiny_batch(draft.algorithm, ROWS[:3])
-        expected = Target(MODEL, draft.config.aux_layers).capture(batch)
-        target = CachedTarget(MODEL, draft.config.aux_layers, tmp_path)
-        for _ in range(2):
-            signal = target.capture(batch)
-            for name in ("aux_BSA", "hidden_BST"):
-                ours, theirs = getattr(signal, name), getattr(expected, name)
-                assert ours.dtype == theirs.dtype
-                assert_close(ours, theirs, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
-            assert_close(signal.head(signal.hidden_BST[0]), expected.head(expected.hidden_BST[0]))
-
-    def test_the_second_use_reads_files_only(self, batch: dict[str, Any], tmp_path: Path, computed: Any) -> None:
-        (calls,) = computed
-        CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
-        assert calls == [3]
-        assert len(list(tmp_path.iterdir())) == 3
-        again = CachedTarget(MODEL, self.LAYERS, tmp_path)
-        again.capture(batch)
-        again.capture(self.batch_of([ROWS[2], ROWS[0]]))
-        assert calls == [3]
-        again.capture(self.batch_of([ROWS[4], ROWS[0]]))  # only what is missing
-        assert calls == [3, 1]
-
-    def test_a_changed_row_is_computed(self, tmp_path: Path, computed: Any) -> None:
-        (calls,) = computed
-        target = CachedTarget(MODEL, self.LAYERS, tmp_path)
-        target.capture(self.batch_of(ROWS[:1]))
-        for name, value in (("input_ids", 33), ("documents", 1)):
-            row = {**ROWS[0], name: [*ROWS[0][name][:-1], value]}
-            signal, expected = target.capture(self.batch_of([row])), Target(MODEL, self.LAYERS).capture(self.batch_of([row]))
-            assert_close(signal.aux_BSA, expected.aux_BSA, rtol=0, atol=0)
-            assert_close(signal.hidden_BST, expected.hidden_BST, rtol=0, atol=0)
-        assert len(calls) == 1 + 2 * 2
-        target.capture(self.batch_of([{**ROWS[0], "spans": [-1, *ROWS[0]["spans"][:-1]]}]))  # the target reads no spans
-        assert len(calls) == 1 + 2 * 2
-
-    def test_another_target_is_computed(self, batch: dict[str, Any], tmp_path: Path, computed: Any) -> None:
-        (calls,) = computed
-        CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
-        others = {
-            "dtype": CachedTarget(predictable_target().to(torch.bfloat16), self.LAYERS, tmp_path),
-            "aux layers": CachedTarget(MODEL, (1, 4, 5), tmp_path),
-            "config": CachedTarget(tiny_target(rms_norm_eps=1e-2), self.LAYERS, tmp_path),
-            "weights": CachedTarget(tiny_target(seed=3), self.LAYERS, tmp_path),  # trained further, in the same directory
-        }
-        for number, (what, other) in enumerate(others.items(), 2):
-            other.capture(batch)
-            assert len(calls) == number, what
-        assert CachedTarget(predictable_target(), self.LAYERS, tmp_path).capture(batch) is not None  # loaded once more
-        assert len(calls) == number
-
-    def test_what_an_interrupted_run_left_is_ignored(self, batch: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Killed between writing and renaming: half a file under its temporary name."""
-        expected = Target(MODEL, self.LAYERS).capture(batch)
-        with monkeypatch.context() as patch:
-            patch.setattr("foredraft.target.cached.os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
-        (left,) = tmp_path.iterdir()
-        assert left.suffix != ".safetensors"
-        left.write_bytes(left.read_bytes()[:100])
-        assert_close(CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch).aux_BSA, expected.aux_BSA, rtol=0, atol=0)
-        assert len(list(tmp_path.glob("*.safetensors"))) == 3
-
-    DAMAGE: Mapping[str, Any] = {
-        "cut": lambda file: file.write_bytes(file.read_bytes()[:-7]),
-        "a tensor less": lambda file: save_file({n: t for n, t in load_file(file).items() if n != "hidden"}, file),
-        "another length": lambda file: save_file({n: t[:-1].clone() for n, t in load_file(file).items()}, file),
-    }
-
-    @pytest.mark.parametrize("damage", DAMAGE)
-    def test_damaged_files_are_computed_anew(self, batch: dict[str, Any], tmp_path: Path, damage: str) -> None:
-        expected = CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
-        for file in tmp_path.glob("*.safetensors"):
-            self.DAMAGE[damage](file)
-        again = CachedTarget(MODEL, self.LAYERS, tmp_path).capture(batch)
-        assert torch.equal(again.aux_BSA, expected.aux_BSA)
-        assert torch.equal(again.hidden_BST, expected.hidden_BST)
-
-    def test_trains_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        layers = fresh().config.aux_layers
-        plain = trained(tmp_path / "a", max_steps=5)
-        for name, workers in (("b", 0), ("c", 0), ("d", 1)):  # writing the files, then reading them; the last time not in this process
-            if name == "d":
-                monkeypatch.setattr(CachedTarget, "_read_or_computed", lambda *_: pytest.fail("not read by the worker"))
-            target = CachedTarget(MODEL, layers, tmp_path / "cache")
-            cached = trained(tmp_path / name, target=target, max_steps=5, dataloader_num_workers=workers)
-            assert steps_of(cached) == steps_of(plain)
-            assert_same_weights(cached.model, plain.model)
 
 
 def test_python_use(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import ForedraftError, printable
-from . import data, decode, doctor, formats, inspect, new, plan, train
+from . import capture, data, decode, doctor, formats, inspect, new, plan, train
 
 app = typer.Typer(
     name="foredraft",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "train": train.train,
+    "capture": capture.capture,
     "plan": plan.plan,
     "init": train.init,
     "generate": decode.generate,

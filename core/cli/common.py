@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 TargetOption = Annotated[str, typer.Option("--target", help="directory or hub id of the target")]
 DtypeOption = Annotated[str, typer.Option(help="dtype to run in: auto, float32, bfloat16, float16")]
 StrictOption = Annotated[bool, typer.Option("--strict", help="stop at the first record that cannot be used, instead of skipping it")]
+EngineOption = Annotated[str | None, typer.Option("--engine", help="start this engine's server for it: vllm, ... (`foredraft plugins`)")]
+BaseUrlOption = Annotated[str | None, typer.Option("--base-url", help="a server that runs already, as in http://localhost:8000")]
+EngineArgumentsOption = Annotated[
+    str | None, typer.Option("--engine-arguments", help="further arguments of the server, as in '--tensor-parallel-size 8'")
+]
 DraftTokensOption = Annotated[
     int | None,
     typer.Option(

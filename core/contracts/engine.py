@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .finding import Finding
@@ -42,6 +43,23 @@ def is_reduced(config: Mapping[str, Any]) -> bool:
 
 Config = Mapping[str, Any]
 """A draft's `config.json`, ours or a peer's."""
+Metrics = Sequence[tuple[str, Mapping[str, str], float]]
+"""What a server counts: name, labels, value."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a server counted of its drafting."""
+
+    tau: float
+    """Tokens per pass of the target, the bonus token included."""
+    positions: list[float]
+    """Share of drafts that were accepted up to each position; empty where the server does not count them apart."""
+
+
+def total(metrics: Metrics, name: str, **labels: str) -> float:
+    """The sum of a counter over all that have these labels."""
+    return sum(value for called, has, value in metrics if called == name and labels.items() <= has.items())
 
 
 class EngineBase(Plugin):
@@ -57,6 +75,19 @@ class EngineBase(Plugin):
     @abstractmethod
     def arguments(self, config: Config, draft: str, target: str, num_tokens: int) -> list[str]:
         """The command that serves the draft, as a list of arguments."""
+
+    def server(self, target: str) -> list[str] | None:
+        """The command of an OpenAI server of the target alone, `--host` and `--port` to follow; None where the engine has none."""
+        return None
+
+    def extraction(self, target: str, layers: Sequence[int], directory: str) -> list[str] | None:
+        """The same of a server that writes the states of `layers` (HF `hidden_states` indices, that of the last layer before its norm) of
+        every prompt to `directory`; None where the engine cannot."""
+        return None
+
+    def accepted(self, before: Metrics, after: Metrics) -> Accepted | None:
+        """What the server accepted between two looks at its counters; None where they do not tell."""
+        return None
 
     def findings(self, checkpoint: Files) -> list[Finding]:
         """What goes wrong with a draft's files in this engine, beside what is wrong with them anywhere."""

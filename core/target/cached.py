@@ -1,120 +1,92 @@
-"""A target that remembers: each row's hidden states are computed once and read from disk afterwards."""
+"""A target whose states of some rows are stored: captured once, and read from then on, wherever batches are made."""
 
-import hashlib
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..contracts.draft import Batch
 from ..contracts.signal import Signal
+from ..data.collate import ends_of, positions_within
 from ..errors import ForedraftError
-from .pairing import describe_target
+from .fingerprint import Fingerprint, fingerprint_of, weights_of
+from .kept import NAMES, Part
+from .shards import FLOAT8, Form
+from .store import Row, Store
 from .target import Target
-from .weights import is_sharded, own_tensors, parts_of
+from .weights import is_settled, is_sharded
 
-NAMES = {"aux": "aux", "final": "hidden"}
-"""The tensors of a file by what is needed: aux states [S, A], hidden states [S, T]."""
+KEPT = {"auto": None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
+"""What states are kept in: `auto` is what the target says them in."""
 
 
 class CachedTarget(Target):
-    """A `Target` whose `capture` keeps one safetensors file per row under `directory`: S × (A + T) values in its dtype, or what is needed.
+    """A `Target` that reads its states from `directory`, where `fill` has stored them.
 
-    Files are named by target (its config and a sample of its weights), aux layers, dtype and the row's documents, so that a changed row or
-    target never meets a stale file; what is supervised may change.
+    They are told by target (config and weights), aux layers, dtype, and, where a tokenizer is given, by it and its chat template: those of
+    another one are refused. `kept` is auto, bfloat16, or float8 with a scale for every state.
     """
 
-    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], directory: str | Path, needs: Sequence[str] = ("aux", "final")):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        aux_layers: tuple[int, ...],
+        directory: str | Path,
+        needs: Sequence[str] = ("aux", "final"),
+        *,
+        kept: str = "auto",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
         super().__init__(model, aux_layers, needs)
         if is_sharded(model):
-            raise ForedraftError(
-                "hidden_states_cache: ranks that share a target run it together, and would find different rows missing: leave it out"
-            )
-        self._names = [name for need, name in NAMES.items() if need in needs]
-        width = model.config.get_text_config().hidden_size
-        widths = {"aux": len(self.aux_layers) * width, "hidden": width}
-        salt = f"{describe_target(model.config)}{self.aux_layers}{self._names}{model.dtype}".encode() + _sample(model)
-        self.shelf = Shelf(Path(directory), salt, {name: widths[name] for name in self._names})
-        self.shelf.directory.mkdir(parents=True, exist_ok=True)
+            raise ForedraftError("hidden_states_cache: ranks that share a target run it together, and none could store alone: leave it out")
+        of = fingerprint_of(model.config, weights_of(model), self.aux_layers, needs, model.dtype, tokenizer)
+        self.store = store_of(directory, model.config, of, model.dtype, kept)
 
-    @torch.no_grad()
+    def fill(self, *rows: Any, batch_size: int = 8, show_progress: bool = True) -> None:
+        """Store what a training on these data sets of packed rows reads, as far as it is not there.
+
+        Raises what `Store.fill` raises, and `ForedraftError` where several ranks train and something is missing.
+        """
+        if any(not hasattr(dataset, "__len__") for dataset in rows):
+            raise ForedraftError("hidden_states_cache: the states of a stream of rows cannot be stored before it is read: leave it out")
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.store.shards.refresh()
+            if missing := self.store.wanted(rows).missing:
+                raise ForedraftError(
+                    f"hidden_states_cache: {missing} documents are not stored: several ranks read alone, `foredraft capture` first"
+                )
+            return
+        self.store.fill(rows, self.run, batch_size, show_progress)
+
     def capture(self, batch: Batch) -> Signal:
-        """As `Target.capture`; where a collator has read the states already (`DraftCollator.read_states`), they are taken as they are."""
-        states = batch.get("states") or self._read_or_computed(batch)
-        none = torch.empty(*batch["input_ids"].shape, 0, device=batch["input_ids"].device)
+        """What is stored; where a collator has read it already (`DraftCollator.read_states`), as it stands in the batch."""
+        device = batch["input_ids"].device
+        states = batch.get("states") or {name: t.to(device) for name, t in self.store.states(batch).items()}
+        none = torch.empty(*batch["input_ids"].shape, 0, device=device)
         return Signal(states.get("aux", none), states.get("hidden", none), self.head)
 
-    def _read_or_computed(self, batch: Batch) -> dict[str, Tensor]:
-        rows, files = self.shelf.rows(batch), self.shelf.files(batch)
-        if missing := [b for b, row in enumerate(rows) if row is None]:
-            for b, row in zip(missing, self._compute(batch, missing), strict=True):
-                rows[b] = row
-                _write(files[b], row)
-        device = batch["input_ids"].device
-        return {name: torch.stack([row[name] for row in rows if row]).to(device) for name in self._names}
+    def run(self, rows: Sequence[Row], parts: Sequence[Part]) -> Iterator[tuple[Part, Mapping[str, Tensor]]]:
+        """The states of some parts of packed rows, by the model."""
+        ids, documents = (torch.tensor([list(row[name]) for row in rows]) for name in ("input_ids", "documents"))
+        positions = positions_within(documents)
+        signal = super().capture({"input_ids": ids, "positions": positions, "ends": ends_of(positions)})
+        states = {"aux": signal.aux_BSA, "hidden": signal.hidden_BST}
+        for part in parts:
+            yield part, part.cut({name: states[name] for name in self.store.form.widths})
 
-    def _compute(self, batch: Batch, rows: list[int]) -> list[dict[str, Tensor]]:
-        """Run the target over some rows."""
-        signal = super().capture({name: batch[name][rows] for name in ("input_ids", "positions")})
-        found = {"aux": signal.aux_BSA, "hidden": signal.hidden_BST}
-        return [{name: found[name][b].contiguous().cpu() for name in self._names} for b in range(len(rows))]
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """The files of a `CachedTarget`, without the target: what workers that make batches can read."""
-
-    directory: Path
-    salt: bytes
-    """Goes into every file's name, with the row."""
-    widths: Mapping[str, int]
-    """Of each tensor in a file."""
-
-    def whole(self, batch: Batch) -> dict[str, Tensor] | None:
-        """The states of a batch by name, [B, S, width]; None unless all its rows are there."""
-        rows = self.rows(batch)
-        if any(row is None for row in rows):
-            return None
-        return {name: torch.stack([row[name] for row in rows if row]) for name in self.widths}
-
-    def files(self, batch: Batch) -> list[Path]:
-        """Where each row of a batch is kept."""
-        kept = [batch[name].cpu().numpy() for name in ("input_ids", "documents")]
-        digests = [hashlib.sha1(b"".join([self.salt, *(x.tobytes() for x in row)])).hexdigest() for row in zip(*kept, strict=True)]
-        return [self.directory / f"{digest}.safetensors" for digest in digests]
-
-    def rows(self, batch: Batch) -> list[dict[str, Tensor] | None]:
-        """Each row, or None if it is not there, damaged, or not what a row of so many tokens holds."""
-        return [self._row(file, batch["input_ids"].shape[1]) for file in self.files(batch)]
-
-    def _row(self, file: Path, length: int) -> dict[str, Tensor] | None:
-        try:
-            row = load_file(file)
-        except (OSError, SafetensorError):
-            return None
-        shapes = {name: (length, width) for name, width in self.widths.items()}
-        return row if {name: tuple(t.shape) for name, t in row.items()} == shapes else None
+    def release(self) -> None:
+        """Give back the memory of the decoder's layers, when all that will be asked is stored. Nobody can run the model afterwards."""
+        if not is_settled(self.model):
+            self.layers.to("meta")
 
 
-def _write(file: Path, row: dict[str, Tensor]) -> None:
-    temporary = file.with_suffix(f".{os.getpid()}")
-    try:
-        save_file(row, temporary)
-        os.replace(temporary, file)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        raise ForedraftError(
-            f"could not keep hidden states in '{file.parent}' (disk full?): {error}\n  Make room, or train without hidden_states_cache"
-        ) from error
-
-
-def _sample(model: PreTrainedModel) -> bytes:
-    """Some 64 values of every parameter: a target trained further is another target, whatever its name."""
-    tensors = (tensor for module in model.modules() for name, tensor in own_tensors(module).items() if name in module._parameters)
-    return b"".join(part.flatten()[:: max(1, part.numel() // 64)].float().cpu().numpy().tobytes() for t in tensors for part in parts_of(t))
+def store_of(directory: str | Path, config: Any, of: Fingerprint, dtype: torch.dtype, kept: str) -> Store:
+    """The store in `directory` of states of a target. Raises `ForedraftError` if another target's are there."""
+    width = config.get_text_config().hidden_size
+    widths = {NAMES[need]: width * (len(of["aux_layers"]) if need == "aux" else 1) for need in of["needs"]}
+    return Store(Path(directory), Form(widths, width, dtype, KEPT[kept] or dtype), of)

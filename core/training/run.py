@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import PretrainedConfig, set_seed
 
 from ..auto import auto_draft
@@ -48,11 +49,7 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
     torch.set_float32_matmul_precision(config.matmul_precision)
     begun = open_start(config) if config.draft else None
     tokenizer = load_tokenizer(config.target, config)
-    conversations, held_out = load_split(config.data, config.eval_data)
-    rows = pack(conversations, tokenizer, config.data.max_length, strict=config.data.strict)
-    eval_rows = pack(held_out, tokenizer, config.data.max_length, strict=config.data.strict) if held_out else None
-    print(f"training data: {rows.info.description}", flush=True)
-    check_rows(rows, load_config(config.target, config).get_text_config().vocab_size, "the training data")
+    rows, eval_rows = packed_rows(config, tokenizer)
     if before and before.get("rows", digest(rows)) != digest(rows):
         raise ForedraftError(
             f"the data packs to other rows than those that '{config.output_dir}' was trained on: it, or how it is rendered, has changed.\n"
@@ -64,13 +61,17 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
             print(f"{key} was {was}, is {now}: from here the learning rate is that of a run of this length", flush=True)
     model = load_target(config.target, config.target_dtype, config, arguments.device)
     set_seed(arguments.seed)
-    draft = begun or _fresh(config, model.config)
+    draft = begun or fresh_draft(config, model.config)
     for text in () if begun else draft.assumed(model.config.get_text_config()):
         print(f"assumed: {text}", flush=True)
     named = [public_name(source) for source in sources(config.data.train)]
     draft.config.foredraft["data"] = {"sources": named, "packed": rows.info.description}
-    layers, needs, cache = draft.config.aux_layers, draft.algorithm.needs, config.hidden_states_cache
-    target = CachedTarget(model, layers, cache, needs) if cache else Target(model, layers, needs)
+    layers, needs = draft.config.aux_layers, draft.algorithm.needs
+    if config.hidden_states_cache:
+        kept: Any = {"kept": config.hidden_states_dtype, "tokenizer": tokenizer}
+        target: Target = CachedTarget(model, layers, config.hidden_states_cache, needs, **kept)
+    else:
+        target = Target(model, layers, needs)
     started = draft.retarget(target, rows, config.draft_vocab_size) if begun else draft.start_from(target, rows)
     draft.embed_tokens.requires_grad_(config.train_embedding)
     draft.kernel = config.kernel
@@ -79,6 +80,8 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
         print(f"attention kernel: {kernel}", flush=True)
     print(f"draft: {started}", flush=True)
     trainer = DraftTrainer(draft, target, arguments, train_dataset=rows, eval_dataset=eval_rows)
+    if isinstance(target, CachedTarget):
+        target.release()
     if trainer.is_world_process_zero():
         note(config, rows, finished=False)
     trainer.train(resume_from_checkpoint=config.resume)
@@ -95,6 +98,16 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
         note(config, rows, finished=True)
     trainer.accelerator.wait_for_everyone()
     return finished
+
+
+def packed_rows(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
+    """(rows to train on, rows to evaluate on, if any). Raises `ForedraftError` for data that does not fit the target."""
+    conversations, held_out = load_split(config.data, config.eval_data)
+    rows = pack(conversations, tokenizer, config.data.max_length, strict=config.data.strict)
+    eval_rows = pack(held_out, tokenizer, config.data.max_length, strict=config.data.strict) if held_out else None
+    print(f"training data: {rows.info.description}", flush=True)
+    check_rows(rows, load_config(config.target, config).get_text_config().vocab_size, "the training data")
+    return rows, eval_rows
 
 
 def init(config: RunConfig, with_data: bool) -> str:
@@ -116,13 +129,13 @@ def init(config: RunConfig, with_data: bool) -> str:
         rows = pack(load_split(config.data)[0], tokenizer, config.data.max_length)
     model = load_target(config.target, config.target_dtype, config)
     set_seed(DraftTrainingArguments.seed)
-    draft = _fresh(config, model.config)
+    draft = fresh_draft(config, model.config)
     started = draft.start_from(model, rows)
     save_draft(draft, config.output_dir)
     return started
 
 
-def _fresh(config: RunConfig, target: PretrainedConfig) -> BaseDraft:
+def fresh_draft(config: RunConfig, target: PretrainedConfig) -> BaseDraft:
     return auto_draft(
         target,
         config.algorithm,

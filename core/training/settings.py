@@ -56,7 +56,10 @@ class RunConfig(Rendering):
     train_embedding: bool = Field(False, description="train the draft's token embedding too; by default it stays the target's")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype the target runs in")
     hidden_states_cache: str | None = Field(
-        None, description="directory to keep the target's hidden states in; worth it from the second epoch on"
+        None, description="directory to keep the target's hidden states in, captured before the first step; worth it from two epochs on"
+    )
+    hidden_states_dtype: Literal["auto", "bfloat16", "float8"] = Field(
+        "auto", description="what they are kept in: the target's own dtype, bfloat16, or float8 with a scale for every state"
     )
     kernel: Literal["auto", "flash", "flash-attn", "eager"] = Field(
         "auto", description="of attention in training: torch's own flash, the package flash-attn, or eager; auto: flash where it runs"

@@ -77,8 +77,12 @@ class DraftTrainer(Trainer):
         multiple = 128 if args.device.type == "cuda" else 1
         kwargs.setdefault("data_collator", DraftCollator(model.algorithm, args.seed, multiple))
         if isinstance(self.target, CachedTarget) and isinstance(kwargs["data_collator"], DraftCollator):
-            kwargs["data_collator"].read_states = self.target.shelf.whole
+            kwargs["data_collator"].read_states = self.target.store.states
         super().__init__(model=model, args=args, **kwargs)
+        if isinstance(self.target, CachedTarget):
+            held_out = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+            sets = (rows for rows in (self.train_dataset, *held_out) if rows is not None)
+            self.target.fill(*sets, batch_size=args.per_device_train_batch_size, show_progress=not args.disable_tqdm)
         if self._sharded:
             shard(model, self.args.device, self.args.bf16)
             # Its wrapping for evaluation is autocast alone: no DDP around a model that shares itself out.

@@ -1,0 +1,69 @@
+"""The states that a run will read, captured by themselves: by another engine, on another machine, or before several ranks train."""
+
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ForedraftError
+from ..registry import default_registry
+from ..serving import Server, running
+from ..serving.process import command_of, free_port
+from ..target.cached import CachedTarget, store_of
+from ..target.extraction import Extraction
+from ..target.fingerprint import fingerprint_of, weights_of_files
+from ..target.loading import load_config, load_target, load_tokenizer
+from ..target.store import Wanted
+from .checks import check_run, open_start
+from .run import fresh_draft, packed_rows
+from .settings import RunConfig
+
+
+def capture(
+    config: RunConfig, batch_size: int = 8, engine: str | None = None, base_url: str | None = None, engine_arguments: str | None = None
+) -> Wanted:
+    """Store what the run reads in its `hidden_states_cache`; a capture that was ended goes on.
+
+    The target runs in this process; in an `engine` that is started for it, with more `engine_arguments`; or in the server at `base_url`.
+    Raises `ForedraftError` where the run cannot start, or the states cannot be had or stored.
+    """
+    if config.hidden_states_cache is None:
+        raise ForedraftError("hidden_states_cache: the run names no directory to keep hidden states in")
+    arguments = check_run(config)
+    tokenizer = load_tokenizer(config.target, config)
+    sets = [rows for rows in packed_rows(config, tokenizer) if rows is not None]
+    target = load_config(config.target, config)
+    draft = open_start(config) if config.draft else fresh_draft(config, target)
+    layers, needs = draft.config.aux_layers, draft.algorithm.needs
+    if engine is None and base_url is None:
+        model = load_target(config.target, config.target_dtype, config, arguments.device)
+        kept: Any = {"kept": config.hidden_states_dtype, "tokenizer": tokenizer}
+        cached = CachedTarget(model, layers, config.hidden_states_cache, needs, **kept)
+        return cached.store.fill(sets, cached.run, batch_size)
+    dtype = target.dtype if config.target_dtype == "auto" else getattr(torch, config.target_dtype)
+    of = fingerprint_of(target, weights_of_files(config.target), layers, needs, dtype, tokenizer)
+    store = store_of(config.hidden_states_cache, target, of, dtype, config.hidden_states_dtype)
+
+    def by(server: Server) -> Wanted:
+        extraction = Extraction(server, config.target, target, layers, needs, dtype)
+        return store.fill(sets, extraction, 4 * extraction.concurrency)
+
+    if base_url is not None:
+        return by(Server(base_url))
+    read = [*layers, *([target.get_text_config().num_hidden_layers] if "final" in needs else [])]
+    with tempfile.TemporaryDirectory(dir=_memory()) as directory:
+        started = default_registry().engine(str(engine))()
+        command = started.extraction(config.target, read, directory)
+        if command is None:
+            raise ForedraftError(f"engine '{engine}' extracts no hidden states; leave --engine out, and transformers runs the target")
+        more = ["--dtype", str(dtype).removeprefix("torch."), *started.repository_arguments(config), *shlex.split(engine_arguments or "")]
+        port = free_port()
+        with running(command_of([*command, *more], port), port) as url:
+            return by(Server(url))
+
+
+def _memory() -> str | None:
+    """Where files that are read at once are written: memory, if the machine has such a place."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

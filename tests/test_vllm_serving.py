@@ -1,0 +1,58 @@
+"""A real vLLM server on the CPU: asked for states, for answers, and measured with and without a draft.
+
+Needs `FOREDRAFT_VLLM_PYTHON`, as test_vllm.py does; a minute or two each.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import TOKENS, chat, tiny_batch, tiny_draft, tiny_target, tiny_tokenizer
+from torch.testing import assert_close
+from vllm_on_cpu import install
+
+from foredraft.target import load_target, load_tokenizer
+from foredraft.training import CachedTarget
+from foredraft.training.capture import capture
+from foredraft.training.run import packed_rows
+from foredraft.training.settings import RunConfig
+
+PYTHON = os.environ.get("FOREDRAFT_VLLM_PYTHON", "")
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not PYTHON, reason="FOREDRAFT_VLLM_PYTHON names no interpreter with vLLM")]
+SMALL = "--enforce-eager --max-model-len 256 --max-num-seqs 4"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A target in a directory, and conversations."""
+    directory = tmp_path_factory.mktemp("served")
+    tiny_target(layers=8, vocab=TOKENS, hidden=128, head_dim=32, eos_token_id=2, pad_token_id=0).save_pretrained(directory / "target")
+    tiny_tokenizer().save_pretrained(directory / "target")
+    said = [chat(f"what is {i}?", "an answer " * (i + 1), "and then?", "more") for i in range(6)]
+    (directory / "data.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in said))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in install(directory / "vllm", PYTHON).items():
+            patch.setenv(name, value)
+        yield directory
+
+
+def test_states_are_those_of_transformers(work: Path) -> None:
+    """Aux and final, of every document; the run that captured by vLLM is the one that trains by transformers: the same fingerprint."""
+    fields = {
+        "target": str(work / "target"),
+        "output_dir": str(work / "run"),
+        "data": {"train": str(work / "data.jsonl"), "max_length": 128},
+    }
+    config = RunConfig.check({**fields, "hidden_states_cache": str(work / "states"), "target_dtype": "float32"})
+    wanted = capture(config, engine="vllm", engine_arguments=SMALL)
+    assert wanted.documents > 3
+    model, tokenizer = load_target(config.target, "float32"), load_tokenizer(config.target)
+    rows, _ = packed_rows(config, tokenizer)
+    noted = json.loads((work / "states" / "states.json").read_text())["of"]
+    theirs, ours = (CachedTarget(model, tuple(noted["aux_layers"]), work / name, tokenizer=tokenizer) for name in ("states", "ours"))
+    assert theirs.store.wanted([rows]).missing == 0
+    ours.fill(rows)
+    batch = tiny_batch(tiny_draft(tiny_target()).algorithm, list(rows))
+    assert_close(theirs.store.states(batch), ours.store.states(batch), rtol=2e-4, atol=2e-4, equal_nan=True)
