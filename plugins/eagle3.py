@@ -88,7 +88,7 @@ class Eagle3(AlgorithmBase[Eagle3Options]):
         shares = step_weights(len(states), self.options.step_decay)
         return chunked(
             draft,
-            [state_BQD.flatten(0, 1)[query] for state_BQD, query in zip(states, batch["queries"], strict=True)],
+            (state_BQD.flatten(0, 1)[query] for state_BQD, query in zip(states, batch["queries"], strict=True)),
             Teacher.of(signal, batch["teacher_rows"], batch["input_ids"]),
             batch["teachers"],
             [share / count.clamp(min=1) for share, count in zip(shares, batch["counts"], strict=True)],
@@ -100,7 +100,7 @@ class Eagle3(AlgorithmBase[Eagle3Options]):
         """The draft's states at `batch["slots"]` after each step: K tensors [B, Q, D]."""
         ids_BS, slots_BQ, positions_BS = batch["input_ids"], batch["slots"], batch["positions"]
         last = ids_BS.shape[1] - 1
-        pattern = Unrolled(batch["documents"], slots_BQ, draft.kernel, batch.get("segments"))
+        pattern = Unrolled(batch["documents"], slots_BQ, draft.kernel, batch.get("segments"), draft.regions)
         cache = UnrolledCache()
         context = draft.project_hidden_states(aux_BSA)
         embeds: Any = Lookup(draft.embed_input_ids(ids_BS.roll(-1, dims=1)))  # all steps read the same tokens

@@ -83,7 +83,7 @@ class Medusa(AlgorithmBase[MedusaOptions]):
         shares = step_weights(len(heads), self.options.head_decay)
         return chunked(
             draft,
-            [head(features_ND[slots]) for head, slots in zip(heads, batch["queries"], strict=True)],
+            (head(features_ND[slots]) for head, slots in zip(heads, batch["queries"], strict=True)),
             Teacher.of(signal, batch["teacher_rows"], batch["input_ids"]),
             batch["teachers"],
             [share / count.clamp(min=1) for share, count in zip(shares, batch["counts"], strict=True)],

@@ -142,7 +142,7 @@ class PEagle(AlgorithmBase[PEagleOptions]):
         share = 1 / batch["counts"].sum().clamp(min=1)
         return chunked(
             draft,
-            [states_ND[query] for query in batch["queries"]],
+            (states_ND[query] for query in batch["queries"]),
             Teacher.of(signal, batch["teacher_rows"], batch["input_ids"]),
             batch["teachers"],
             [share] * len(batch["queries"]),

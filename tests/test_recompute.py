@@ -45,7 +45,7 @@ def test_a_product_that_is_changed_in_place_is_told() -> None:
 
 
 @pytest.mark.parametrize("switch", [False, True], ids=["products", "layer"])
-def test_attention_runs_once_a_step(switch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_runs_once_a_step_and_the_feed_forward_twice(switch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_target()
     draft = tiny_draft(model, ttt_steps=3, num_layers=2)
     draft.train()
@@ -55,5 +55,11 @@ def test_attention_runs_once_a_step(switch: bool, monkeypatch: pytest.MonkeyPatc
     ran: list[int] = []
     forward = FlashCPU.forward
     monkeypatch.setattr(FlashCPU, "forward", staticmethod(lambda *a: (ran.append(1), forward(*a))[1]))
+    fed: list[int] = []
+    for layer in draft.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, inputs: fed.append(inputs[0].shape[1]))
     draft(batch, Target(model, draft.config.aux_layers).capture(batch))["loss"].backward()
     assert len(ran) == 3 * 2
+    slots, inputs = batch["slots"].shape[1], batch["input_ids"].shape[1]
+    assert sum(fed) == 2 * (inputs + slots + 2 * 2 * slots)  # step 0 runs the lower layer on all inputs
+    assert len(fed) == 2 * 2 * 3 * (1 + 3 * switch)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from foredraft import ForedraftError, auto_draft, save_draft
 from foredraft.cli import main
 from foredraft.cli.describe import describe
+from foredraft.draft.model import BaseDraft
 from foredraft.errors import nearest
 from foredraft.formats import export_draft
 from foredraft.training.alone import alone_in
@@ -49,7 +50,7 @@ def test_numbers_as_people_write_them(tmp_path: Path, text: str) -> None:
     assert RunConfig.load(tmp_path / "run.yaml", [f"training.weight_decay={text}"]).training["weight_decay"] == 1e-4
 
 
-def test_resume_or_say_what_changed(fields: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_or_say_what_changed(fields: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished run does nothing but say so; longer, it goes on; with another result it is refused, unless it starts anew."""
 
     def steps(longer: dict[str, Any], **other: Any) -> int:
@@ -71,7 +72,12 @@ def test_resume_or_say_what_changed(fields: dict[str, Any], capsys: pytest.Captu
         refused.value
     )
     assert not any(key in str(refused.value) for key in ("max_steps", "strict"))
-    assert steps({"max_steps": 4, "logging_steps": 1}) == 4
+    with pytest.raises(ForedraftError, match="torch_compile: set compile, one level up"):
+        steps({"torch_compile": True})
+    compiled: list[Any] = []
+    monkeypatch.setattr(BaseDraft, "compile", lambda draft: compiled.append(draft))
+    assert steps({"max_steps": 4, "logging_steps": 1}, compile=True) == 4
+    assert len(compiled) == 1
     out = capsys.readouterr().out
     assert f"resuming from {output}/checkpoint-2" in out
     assert "training.max_steps was 2, is 4: from here the learning rate is that of a run of this length" in out

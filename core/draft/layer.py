@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Pattern
 from .attention.geometry import Rotary
-from .attention.lookup import autocasted
+from .attention.lookup import normed
+from .attention.regions import Regions, region
+from .recompute import by_rows
 
 
 class DraftLayer(nn.Module):
@@ -25,16 +27,25 @@ class DraftLayer(nn.Module):
         self.mlp = draft.make_mlp(layer)
         self.gradient_checkpointing = False
         """transformers' switch, see `recomputed`."""
+        self.regions: Regions = None
+        """See `BaseDraft.compile`."""
 
     def attend(
         self, hidden_BQD: Tensor, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | int | None
     ) -> Tensor:
         """The layer's output [B, Q, D] for residual `hidden_BQD`: the inputs x give keys and values, those at `rows` are the queries.
 
-        x is normed already, by whoever puts it together of several parts.
+        x is normed already, by whoever puts it together of several parts. The feed-forward treats every row alike.
         """
-        hidden_BQD = hidden_BQD + self.self_attn(x_BSX, rotary, pattern, cache, rows)
-        return hidden_BQD + self.mlp(autocasted(self.post_attention_layernorm(hidden_BQD)))
+        attended_BQD = self.self_attn(x_BSX, rotary, pattern, cache, rows)
+        hidden_BQD, normed_BQD = region(self, _added, self.post_attention_layernorm, hidden_BQD, attended_BQD)
+        return hidden_BQD + by_rows(self, self.mlp, normed_BQD)
+
+
+def _added(norm: nn.Module, hidden_BQD: Tensor, attended_BQD: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual, and what the feed-forward reads."""
+    hidden_BQD = hidden_BQD + attended_BQD
+    return hidden_BQD, normed(norm, hidden_BQD)
 
 
 def take_over(layer: nn.Module, theirs: Mapping[str, Tensor], renamed: Mapping[str, str] = {}) -> int:

@@ -1,7 +1,7 @@
 """`BaseDraft`: a draft model of any family; an adapter adds its norm, MLP, rotary embedding and attention geometry."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from ..target.target import Target
 from ..target.weights import matrix_of
 from .attention import GroupedQueryAttention
 from .attention.kernels import WORDS, kernel_for
+from .attention.regions import Regions
 from .config import set_mask_token, versions
 from .layer import DraftLayer
 from .retarget import retarget
@@ -72,6 +73,8 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         """Whether embedding and head are there; a loaded draft that uses its target's lacks them until `take_head`."""
         self.kernel = "auto"
         """Of attention in training, by name, see `kernel_for`."""
+        self.regions: Regions = None
+        """How parts of it are compiled in training, see `compile`."""
         self.post_init()
 
     # What algorithms are written against.
@@ -126,6 +129,17 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         """The training step, inside the module so that DDP and FSDP wrap it: `{"loss", "metrics"}`."""
         step = self.algorithm.loss(self, batch, signal)
         return {"loss": step.loss, "metrics": step.metrics}
+
+    def compile(self, **options: Any) -> None:
+        """Compile, for training, what lies between its products: norms, rotation, the merge of attention.
+
+        `options` are `torch.compile`'s. Lengths and batches may vary. What is kept for the backward pass stays the same. Compiled whole, a
+        draft would be cut at every kernel, and at its loss.
+        """
+        regions = cache(partial(torch.compile, **{"dynamic": True, **options}))
+        for module in self.modules():
+            if hasattr(module, "regions"):
+                module.regions = regions
 
     # What an adapter may change.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +22,7 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._flash_attention_forward.default,
 }
+QUARTERS = 4
 PRODUCTS = ATTENTION | {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
 
 
@@ -40,6 +41,21 @@ def recomputed(layer: nn.Module, run: Callable[..., Tensor], *inputs: Tensor, ca
         run, *inputs, told, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (keep, _GiveBack(keep, told))
     )
     return out
+
+
+def by_rows(layer: nn.Module, run: Callable[[Tensor], Tensor], x_BQD: Tensor) -> Tensor:
+    """`run(x)`, [B, Q, D], which treats every row alike; under `gradient_checkpointing` computed again a quarter of the rows at a time.
+
+    Called within `recomputed`, whose second pass wants nothing of it but its inputs.
+    """
+    if not (torch.is_grad_enabled() and layer.training and getattr(layer, "gradient_checkpointing", False)):
+        return run(x_BQD)
+
+    def unless_again(x_BND: Tensor) -> Tensor:
+        return x_BND if any(isinstance(mode, _GiveBack) for mode in _get_current_dispatch_mode_stack()) else run(x_BND)
+
+    parts = [checkpoint(unless_again, x_BND, use_reentrant=False, preserve_rng_state=False) for x_BND in x_BQD.chunk(QUARTERS, dim=1)]
+    return torch.cat(parts, dim=1)
 
 
 class _Told:
@@ -82,6 +98,11 @@ class _Keep(TorchDispatchMode):
         self.outputs: list[Any] = []
         self.last: Any = None
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Regions between products are compiled, which holds nothing that is kept."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in self.ops:
@@ -103,6 +124,11 @@ class _GiveBack(TorchDispatchMode):
         super().__init__()
         self.keep, self.told = keep, told
         self.left: Iterator[Any] = iter(())
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See `_Keep`."""
+        return True
 
     def __enter__(self) -> Any:
         self.left = iter(self.keep.outputs)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..contracts.draft import DraftModel, KeyValueCache, Layout, Pattern
 from ..loss.head import autocast_dtype
 from .attention.geometry import Rotary
-from .attention.lookup import Beside, Lookup, autocasted, take_rows
+from .attention.lookup import Beside, Lookup, autocasted, normed, take_rows
+from .attention.regions import region
 from .layer import take_over
 from .recompute import recomputed
 
@@ -129,10 +130,10 @@ class Fused(_Stack):
         x: Any
         normed_BQD: Any
         if not embeds:
-            x = layer.input_layernorm(hidden_BQD)
+            x = region(layer, normed, layer.input_layernorm, hidden_BQD)
         else:
             each = hidden_BQD.each if isinstance(hidden_BQD, Lookup) else lambda run: run(hidden_BQD)
-            normed_BQD = each(lambda states: autocasted(layer.hidden_norm(states)))
+            normed_BQD = each(lambda states: region(layer, normed, layer.hidden_norm, states))
             looked_up = isinstance(embeds[0], Lookup)
             x = Beside(embeds[0], normed_BQD) if looked_up else torch.cat([layer.input_layernorm(embeds[0]), normed_BQD], dim=-1)
             hidden_BQD = normed_BQD if self.norm_before_residual else hidden_BQD

@@ -1,6 +1,6 @@
 """`reference` in chunks: a chunk's logits become loss, metrics and, in their own place, gradient, and are dropped."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -24,7 +24,7 @@ CHUNK = 256
 # Teacher rows over the draft's vocabulary alive at a time, in units, on the CPU and elsewhere.
 TEACHERS, TEACHERS_ELSEWHERE = 2, 8
 # Bytes of draft logits alive at a time elsewhere, were they float32.
-BUDGET = 2**29
+BUDGET = 3 * 2**27
 
 
 def rows_at_once(width: int, states_ND: Tensor) -> int:
@@ -51,7 +51,7 @@ def in_place(logits_NW: Tensor, against: Against, wanted: bool) -> Found:
 @torch.compiler.disable
 def chunked(
     draft: DraftModel,
-    states: Sequence[Tensor],
+    states: Iterable[Tensor],
     teacher: Supervisor,
     rows: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -63,12 +63,12 @@ def chunked(
     Teacher rows are visited a block at a time, and with them all draft rows that they teach, so that the target's vocabulary is
     passed once and no tensor is as long as all rows and as wide as a vocabulary. `pairs` is the plan's order of these visits
     (`batch["pairs"]`, of `Plan.taught`); without it the order is made here, which on an accelerator waits for it. The gradient is
-    formed in the forward pass, where the logits are, and may be taken once.
+    formed in the forward pass, where the logits are, and may be taken once. `states` that are made one by one (a generator's) are not
+    held beside what is made of them.
     """
     parameters = draft.head_parameters() if torch.is_grad_enabled() else []
-    # A chunk's states, once read, give way to their gradient; the caller's copies are not held meanwhile.
-    states_ND = torch.cat(list(states)) if len(states) > 1 else states[0].clone()
-    del states
+    # A chunk's states, once read, give way to their gradient.
+    states_ND = torch.cat(tuple(states))
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (states_ND, *parameters))
     weights_N = torch.cat([torch.ones_like(row, dtype=torch.float32) * weight for row, weight in zip(rows, weights, strict=True)])
     pairs = pairs or (pairs_by_teacher(rows) if teacher.costly else None)

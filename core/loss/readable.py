@@ -1,6 +1,6 @@
 """The loss of all drafting steps, readable: what `chunked` must agree with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +34,7 @@ def step_weights(steps: int, decay: float) -> list[float]:
 
 def reference(
     draft: Head,
-    states: Sequence[Tensor],
+    states: Iterable[Tensor],
     teacher: Supervisor,
     rows: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -50,7 +50,8 @@ def reference(
     speculative sampling accepts), `cross_entropy` (unweighted, whatever the objective).
     Nothing follows from `pairs`: an order of work.
     """
-    total, draft_ids_W, acceptance = states[0].new_zeros((), dtype=torch.float32), draft.draft_ids, []
+    states, draft_ids_W, acceptance = list(states), draft.draft_ids, []
+    total = states[0].new_zeros((), dtype=torch.float32)
     sums: dict[str, list[Tensor]] = {name: [] for name in METRICS}
     for state_ND, rows_N, weight_N in zip(states, rows, weights, strict=True):
         log_q_NW = draft.compute_logits(state_ND).float().log_softmax(-1)

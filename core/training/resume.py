@@ -21,7 +21,7 @@ RUN_FILE = "run.json"
 """The settings of the run that wrote an output_dir, a digest of its rows, and whether it came to its end."""
 LENGTH = ("training.max_steps", "training.num_train_epochs")
 FREE = re.compile(
-    r"resume|output_dir|kernel|eval_data|data\.strict|hidden_states_cache|(device_map|tp_plan)(\..*)?|"
+    r"resume|output_dir|kernel|compile|eval_data|data\.strict|hidden_states_cache|(device_map|tp_plan)(\..*)?|"
     r"training\.((logging|save|eval|log|hub|report)_\w+|max_steps|num_train_epochs|"
     r"per_device_eval_batch_size|fsdp|disable_tqdm|run_name|push_to_hub|dataloader_(num_workers|pin_memory|prefetch_factor|persistent_workers))"
 )

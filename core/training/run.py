@@ -75,6 +75,8 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
     started = draft.retarget(target, rows, config.draft_vocab_size) if begun else draft.start_from(target, rows)
     draft.embed_tokens.requires_grad_(config.train_embedding)
     draft.kernel = config.kernel
+    if config.compile:
+        draft.compile()
     half = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else draft.dtype
     if kernel := draft.attention_kernel(arguments.device, half):
         print(f"attention kernel: {kernel}", flush=True)

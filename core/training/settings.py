@@ -15,6 +15,7 @@ from ..registry import DEFAULT_ALGORITHM
 from .arguments import check_training
 
 ABOVE = {"output_dir": "output_dir", "resume_from_checkpoint": "resume"}
+ABOVE |= dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "compile")
 """What is said beside `training`, not in it."""
 
 
@@ -64,6 +65,7 @@ class RunConfig(Rendering):
     kernel: Literal["auto", "flash", "flash-attn", "eager"] = Field(
         "auto", description="of attention in training: torch's own flash, the package flash-attn, or eager; auto: flash where it runs"
     )
+    compile: bool = Field(False, description="compile what lies between a layer's products, see `BaseDraft.compile`")
     matmul_precision: Literal["highest", "high", "medium"] = Field(
         "highest", description="of float32 products (torch.set_float32_matmul_precision)"
     )

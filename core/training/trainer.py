@@ -1,5 +1,6 @@
 """`DraftTrainer`: transformers' Trainer, with a frozen target beside the model and a loss divided by global counts."""
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -64,6 +65,11 @@ class DraftTrainer(Trainer):
         if args.n_gpu > 1:
             raise ForedraftError(
                 f"{args.n_gpu} GPUs in one process: start one process per GPU, `torchrun --nproc-per-node {args.n_gpu} ...`"
+            )
+        if args.torch_compile or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+            raise ForedraftError(
+                "torch_compile (or accelerate's dynamo_backend) compiles a model whole, which a draft cannot be: leave it out, and call "
+                "draft.compile() (`compile: true` in a run), which compiles what lies between products"
             )
         own = place(target.model if isinstance(target, Target) else target, args.device)  # before it is tried
         check_pair(own, model)

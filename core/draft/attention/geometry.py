@@ -1,6 +1,7 @@
 """Attention geometries: how queries, keys, values and the output are projected. They know nothing of algorithms."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ...contracts.draft import KeyValueCache, Pattern
 from .lookup import take_rows
+from .regions import Regions, region
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin, each [B, Q, d]."""
@@ -35,6 +37,7 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer: int, input_size: int, make_norm: Callable[[int], nn.Module] | None = None):
         super().__init__()
+        self.regions: Regions = None
         self.layer, self.head_dim, self.scale = layer, config.head_dim, config.head_dim**-0.5
         wide, narrow = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(input_size, wide, bias=config.attention_bias)
@@ -47,15 +50,17 @@ class GroupedQueryAttention(nn.Module):
         """Attention output [B, Q, D] of the inputs `rows`; all inputs give keys and values."""
         cos, sin = rotary
         x_BQX, cos_q, sin_q = (take_rows(t, rows) for t in (x_BSX, cos, sin))
-        q_BHQd = self.q_norm(self._heads(self.q_proj(x_BQX)))
-        k_BHSd = self.k_norm(self._heads(self.k_proj(x_BSX)))
-        v_BHSd = self._heads(self.v_proj(x_BSX))
-        q_BHQd, k_BHSd = rotated(q_BHQd, cos_q, sin_q), rotated(k_BHSd, cos, sin)
+        q_BQX, k_BSX, v_BSX = self.q_proj(x_BQX), self.k_proj(x_BSX), self.v_proj(x_BSX)
         # Under autocast norms and rotation may hand back float32 while v is in half precision; kernels want one dtype.
-        q_BHQd, k_BHSd = q_BHQd.to(v_BHSd.dtype), k_BHSd.to(v_BHSd.dtype)
+        turn = partial(region, self, GroupedQueryAttention._turned)
+        q_BHQd, k_BHSd = turn(self, self.q_norm, q_BQX, cos_q, sin_q, v_BSX.dtype), turn(self, self.k_norm, k_BSX, cos, sin, v_BSX.dtype)
+        v_BHSd = self._heads(v_BSX)
         keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])
         out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale, among_keys(rows, keys, x_BSX))
         return self.o_proj(out_BHQd.transpose(1, 2).flatten(2))
+
+    def _turned(self, norm: nn.Module, x_BSX: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        return rotated(norm(self._heads(x_BSX)), cos, sin).to(dtype)
 
     def _heads(self, x_BSX: Tensor) -> Tensor:
         return x_BSX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Lookup(_Put):
         Worked out at the first call, for all who look up this table.
         """
         if norm not in self.known:
-            table_BUX: Tensor = checkpoint(lambda x: autocasted(norm(x)), self.table_BUX, use_reentrant=False, preserve_rng_state=False)
+            table_BUX: Tensor = checkpoint(partial(normed, norm), self.table_BUX, use_reentrant=False, preserve_rng_state=False)
             self.known[norm] = table_BUX, {weight: _halves(table_BUX, weight) for weight in weights}
         table_BUX, products = self.known[norm]
         return Lookup(table_BUX, self.rows_BQ, products)
@@ -145,3 +146,8 @@ def _halves(table_BUX: Tensor, weight_YX: Tensor) -> tuple[Tensor, Tensor]:
 def autocasted(x: Tensor) -> Tensor:
     """As products under autocast read it, which remembers its casts of parameters alone: what several of them read is cast once."""
     return x.to(autocast_dtype(x) or x.dtype)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """What products read of x."""
+    return autocasted(norm(x))

@@ -11,7 +11,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ...contracts.draft import KeyValueCache, Pattern
 from .geometry import Rotary, among_keys
-from .lookup import take_rows
+from .lookup import normed, take_rows
+from .regions import Regions, region
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -23,6 +24,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer: int, input_size: int, make_norm: Callable[[int], nn.Module]):
         super().__init__()
+        self.regions: Regions = None
         self.layer, self.latent, self.interleave = layer, config.kv_lora_rank, config.rope_interleave
         self.heads, self.nope, self.rope, self.v = (
             config.num_attention_heads,
@@ -49,26 +51,33 @@ class MultiHeadLatentAttention(nn.Module):
         """Attention output [B, Q, D] of the inputs `rows`; all inputs give keys and values."""
         cos, sin = rotary
         x_BQX, cos_q, sin_q = (take_rows(t, rows) for t in (x_BSX, cos, sin))
-        q_BHQd = self._split_heads(self._queries(x_BQX))
+        q_BQX = self._queries(x_BQX)
         latent_BSl, k_rope_BSr = self.kv_a_proj_with_mqa(x_BSX).split([self.latent, self.rope], dim=-1)
-        kv_BHSd = self._split_heads(self.kv_b_proj(self.kv_a_layernorm(latent_BSl)))
-        k_nope_BHSd, v_BHSd = kv_BHSd.split([self.nope, self.v], dim=-1)
-        q_nope_BHQd, q_rope_BHQr = q_BHQd.split([self.nope, self.rope], dim=-1)
-        q_rope_BHQr = self._rotate(q_rope_BHQr, cos_q, sin_q)
-        k_rope_BHSr = self._rotate(k_rope_BSr[:, None], cos, sin).expand(-1, self.heads, -1, -1)  # one for all heads
-        # Under autocast norms and rotation may hand back float32 while v is in half precision; kernels want one dtype.
-        q_BHQd, k_BHSd, v_BHSd = (
-            F.pad(t, (0, self.head_dim - t.shape[-1])).to(v_BHSd.dtype)
-            for t in (torch.cat([q_nope_BHQd, q_rope_BHQr], dim=-1), torch.cat([k_nope_BHSd, k_rope_BHSr], dim=-1), v_BHSd)
-        )
+        kv_BSX = self.kv_b_proj(region(self, normed, self.kv_a_layernorm, latent_BSl))
+        rotary = cos, sin, cos_q, sin_q
+        q_BHQd, k_BHSd, v_BHSd = region(self, MultiHeadLatentAttention._put_together, self, q_BQX, k_rope_BSr, kv_BSX, *rotary)
         keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])
         out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale, among_keys(rows, keys, x_BSX))[..., : self.v]
         return self.o_proj(out_BHQd.transpose(1, 2).flatten(2))
 
+    def _put_together(
+        self, q_BQX: Tensor, k_rope_BSr: Tensor, kv_BSX: Tensor, cos: Tensor, sin: Tensor, cos_q: Tensor, sin_q: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by heads, of one width and dtype, as kernels want them: norms and rotation may hand back float32."""
+        k_nope_BHSd, v_BHSd = self._split_heads(kv_BSX).split([self.nope, self.v], dim=-1)
+        q_nope_BHQd, q_rope_BHQr = self._split_heads(q_BQX).split([self.nope, self.rope], dim=-1)
+        q_rope_BHQr = self._rotate(q_rope_BHQr, cos_q, sin_q)
+        k_rope_BHSr = self._rotate(k_rope_BSr[:, None], cos, sin).expand(-1, self.heads, -1, -1)  # one for all heads
+        q_BHQd, k_BHSd, v_BHSd = (
+            F.pad(t, (0, self.head_dim - t.shape[-1])).to(v_BHSd.dtype)
+            for t in (torch.cat([q_nope_BHQd, q_rope_BHQr], dim=-1), torch.cat([k_nope_BHSd, k_rope_BHSr], dim=-1), v_BHSd)
+        )
+        return q_BHQd, k_BHSd, v_BHSd
+
     def _queries(self, x_BQX: Tensor) -> Tensor:
         if hasattr(self, "q_proj"):
             return self.q_proj(x_BQX)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BQX)))
+        return self.q_b_proj(region(self, normed, self.q_a_layernorm, self.q_a_proj(x_BQX)))
 
     def _rotate(self, x_BHQr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rotate = apply_rotary_pos_emb_interleave if self.interleave else apply_rotary_pos_emb

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from .kernels import PACKED, kernel_for
 from .lookup import take_rows
 from .masked import BlockTable, MaskFunction, block_table, dense_mask, masked_dense, masked_flex
+from .regions import Regions
 from .segments import Segments, inputs_segments, packed_segments, slots_segments, unrolled_segments
 from .unrolled import joint_attention
 
@@ -76,6 +77,8 @@ class Unrolled:
     """See `kernel_for`."""
     segments: Mapping[str, Segments] | None = None
     """`unrolled_segments(documents, slots)`, where the batch has them; else they are made here, which a GPU waits for."""
+    regions: Regions = None
+    """Of the merge, see `region`."""
     _made: dict[str, Segments] = field(default_factory=dict, repr=False)
 
     def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
@@ -88,7 +91,7 @@ class Unrolled:
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over `keys[0]` [B, h, S, d] and the same-slot entries `keys[1:]` [B, h, Q, d]; see `Pattern.attend`."""
         kernel = kernel_for(q_BHQd.device, q_BHQd.dtype, q_BHQd.shape[-1], self.kernel)
-        return joint_attention(q_BHQd, keys, values, self._segments(len(keys), rows, kernel), scale, kernel)
+        return joint_attention(q_BHQd, keys, values, self._segments(len(keys), rows, kernel), scale, kernel, self.regions)
 
     def _segments(self, entries: int, rows: Tensor | None, kernel: str) -> Segments:
         """Of the slots, of all inputs, or of other rows of the first call; all layers and steps share them."""

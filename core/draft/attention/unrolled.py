@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from .kernels import precise
+from .regions import Regions, region
 from .segments import Segments
 from .varlen import varlen, varlen_backward
 
 
 def joint_attention(
-    q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], segments: Segments, scale: float, kernel: str
+    q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], segments: Segments, scale: float, kernel: str, regions: Regions = None
 ) -> Tensor:
     """One softmax over the causal `keys[0]` [B, h, S, d], by `segments`, and the own-slot entries `keys[1:]` [B, h, Q, d]: [B, H, Q, d]."""
-    out_NHd: Tensor = _Joint.apply(segments, scale, kernel, *(x.transpose(1, 2).flatten(0, 1) for x in (q_BHQd, *keys, *values)))
+    out_NHd: Tensor = _Joint.apply(segments, scale, kernel, regions, *(x.transpose(1, 2).flatten(0, 1) for x in (q_BHQd, *keys, *values)))
     return out_NHd.unflatten(0, (len(q_BHQd), -1)).transpose(1, 2)
 
 
@@ -24,19 +25,18 @@ class _Joint(torch.autograd.Function):
     correction as Σ grad·out, and both must be those of the joint softmax (as in ring attention)."""
 
     @staticmethod
-    def forward(ctx: Any, segments: Segments, scale: float, kernel: str, q: Tensor, *entries: Tensor) -> Tensor:
+    def forward(ctx: Any, segments: Segments, scale: float, kernel: str, regions: Regions, q: Tensor, *entries: Tensor) -> Tensor:
         keys, values = entries[: len(entries) // 2], entries[len(entries) // 2 :]
         block, lse_HR = varlen(_rows(q, segments), keys[0], values[0], *_bounds(segments), scale, kernel)
         block, lse = _slots(block, segments), _slots(lse_HR.T, segments)
-        grouped = q.unflatten(1, (keys[0].shape[1], -1))
-        scores = [_products(grouped, k) * scale for k in keys[1:]]
+        scores = [region(regions, _products, q, k) * scale for k in keys[1:]]
         total = torch.stack([lse, *scores], dim=-1).logsumexp(-1) if scores else lse
         out = block * (lse - total).exp()[..., None].to(q.dtype) if scores else block
         weights = [(score - total).exp() for score in scores]
         for weight, v in zip(weights, values[1:], strict=True):
-            out.unflatten(1, grouped.shape[1:3]).add_(_spread(weight, v))
+            region(regions, _add, out, weight, v)
         ctx.save_for_backward(q, *entries, out, total, *weights)
-        ctx.segments, ctx.scale, ctx.kernel = segments, scale, kernel
+        ctx.segments, ctx.scale, ctx.kernel, ctx.regions = segments, scale, kernel, regions
         return out
 
     @staticmethod
@@ -55,16 +55,14 @@ class _Joint(torch.autograd.Function):
         dq = _slots(dq, segments)
         if segments["repeats"] is not None:
             dq = dq.masked_fill(segments["repeats"][:, None, None], 0)
-        shape = (keys[0].shape[1], -1)
-        grouped, upstream, dq_grouped = (x.unflatten(1, shape) for x in (q, grad, dq))
         correction = (grad * out).sum(-1, dtype=lse.dtype)
         d_keys, d_values = [first[0]], [first[1]]
         for k, v, weight in zip(keys[1:], values[1:], weights, strict=True):
-            d_score = weight * (_products(upstream, v) - correction) * ctx.scale
-            dq_grouped.add_(_spread(d_score, k))
-            d_keys.append(_gathered(d_score, grouped))
-            d_values.append(_gathered(weight, upstream))
-        return None, None, None, dq, *d_keys, *d_values
+            d_score = weight * ctx.scale * (region(ctx.regions, _products, grad, v) - correction)
+            region(ctx.regions, _add, dq, d_score, k)
+            d_keys.append(region(ctx.regions, _gathered, d_score, q, k))
+            d_values.append(region(ctx.regions, _gathered, weight, grad, v))
+        return None, None, None, None, dq, *d_keys, *d_values
 
 
 def _bounds(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
@@ -81,16 +79,21 @@ def _slots(x_RX: Tensor, segments: Segments) -> Tensor:
     return x_RX if segments["place"] is None else x_RX.index_select(0, segments["place"])
 
 
-def _products(x_Nhgd: Tensor, y_Nhd: Tensor) -> Tensor:
+def _products(x_NHd: Tensor, y_Nhd: Tensor) -> Tensor:
     """Σ_d x·y of every query head with its group's entry, [N, H]."""
-    return (x_Nhgd * y_Nhd[:, :, None]).sum(-1, dtype=precise(x_Nhgd)).flatten(1)
+    return (_grouped(x_NHd, y_Nhd) * y_Nhd[:, :, None]).sum(-1, dtype=precise(x_NHd)).flatten(1)
 
 
-def _spread(weight_NH: Tensor, y_Nhd: Tensor) -> Tensor:
-    """weight·y, [N, h, g, d]."""
-    return weight_NH.to(y_Nhd.dtype).unflatten(1, (y_Nhd.shape[1], -1))[..., None] * y_Nhd[:, :, None]
+def _add(out_NHd: Tensor, weight_NH: Tensor, y_Nhd: Tensor) -> None:
+    """out += weight·y."""
+    _grouped(out_NHd, y_Nhd).add_(_grouped(weight_NH.to(y_Nhd.dtype), y_Nhd)[..., None] * y_Nhd[:, :, None])
 
 
-def _gathered(weight_NH: Tensor, x_Nhgd: Tensor) -> Tensor:
+def _gathered(weight_NH: Tensor, x_NHd: Tensor, like_Nhd: Tensor) -> Tensor:
     """Σ over a group's heads of weight·x, [N, h, d]."""
-    return (weight_NH.to(x_Nhgd.dtype).unflatten(1, x_Nhgd.shape[1:3])[..., None] * x_Nhgd).sum(2)
+    return (_grouped(weight_NH.to(x_NHd.dtype), like_Nhd)[..., None] * _grouped(x_NHd, like_Nhd)).sum(2)
+
+
+def _grouped(x_NHX: Tensor, like_Nhd: Tensor) -> Tensor:
+    """[N, h, H/h, X], or without the last dimension."""
+    return x_NHX.unflatten(1, (like_Nhd.shape[1], -1))
