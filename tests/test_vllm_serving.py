@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from tiny import TOKENS, chat, tiny_batch, tiny_draft, tiny_target, tiny_tokenizer
 from torch.testing import assert_close
+from typer.testing import CliRunner
 from vllm_on_cpu import install
 
+from foredraft.cli import app
 from foredraft.target import load_target, load_tokenizer
 from foredraft.training import CachedTarget
 from foredraft.training.capture import capture
@@ -56,3 +58,17 @@ def test_states_are_those_of_transformers(work: Path) -> None:
     ours.fill(rows)
     batch = tiny_batch(tiny_draft(tiny_target()).algorithm, list(rows))
     assert_close(theirs.store.states(batch), ours.store.states(batch), rtol=2e-4, atol=2e-4, equal_nan=True)
+
+
+def test_answers_are_those_of_transformers(work: Path) -> None:
+    """Greedy, two turns each: the server's text is the one that the target writes here."""
+    for name, more in (("vllm", ["--engine", "vllm", "--engine-arguments", SMALL]), ("here", [])):
+        command = ["regenerate", str(work / "data.jsonl"), "--target", str(work / "target"), "--out", str(work / f"{name}.jsonl")]
+        result = CliRunner().invoke(app, [*command, "--max-new-tokens", "12", "--dtype", "float32", *more], catch_exceptions=False)
+        assert "6 conversations answered" in result.output
+    ours, theirs = (
+        {row["index"]: row for row in map(json.loads, (work / f"{name}.jsonl").read_text().splitlines())} for name in ("here", "vllm")
+    )
+    assert {i: row["finish"] for i, row in theirs.items()} == {i: row["finish"] for i, row in ours.items()}
+    same = sum(theirs[i]["messages"] == ours[i]["messages"] for i in ours)
+    assert same >= 5, "random weights decode to bytes, of which a server's detokenizer may show halves otherwise"

@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..contracts.loading import Loading
+from ..contracts.loading import Loading, Rendering
 from ..errors import ForedraftError
 
 if TYPE_CHECKING:
@@ -100,3 +101,20 @@ def load_draft_for(path: Path, target: Any) -> "BaseDraft":
     draft = auto_draft(path)
     check_pair(target, draft)
     return draft.to(target.device, target.dtype).eval()
+
+
+def server_of(
+    engine: str | None, base_url: str | None, target: str | None, arguments: str | None, dtype: str, loading: Loading
+) -> "AbstractContextManager[str]":
+    """The base URL of the server that is there, or of one that `engine` starts for the target and that ends with the block."""
+    from ..registry import default_registry
+    from ..serving.process import running_engine
+
+    if base_url is not None:
+        return nullcontext(base_url)
+    started = default_registry().engine(str(engine))()
+    command = started.server(str(target))
+    if command is None:
+        raise ForedraftError(f"engine '{engine}' has no server: leave --engine out, and transformers runs the target")
+    template = ["--chat-template", loading.chat_template] if isinstance(loading, Rendering) and loading.chat_template else []
+    return running_engine([*command, "--dtype", dtype, *template, *started.repository_arguments(loading)], arguments)

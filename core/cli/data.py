@@ -3,12 +3,23 @@
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..contracts.loading import Rendering
-from .common import DtypeOption, StrictOption, TargetOption, load_target, loads_target
+from ..errors import ForedraftError
+from .common import (
+    BaseUrlOption,
+    DtypeOption,
+    EngineArgumentsOption,
+    EngineOption,
+    StrictOption,
+    TargetOption,
+    load_target,
+    loads_target,
+    server_of,
+)
 
 SplitOption = Annotated[str, typer.Option(help="split of the source, as in train[:100]")]
 
@@ -28,7 +39,6 @@ def preview(
     from rich.text import Text
 
     from ..data import Conversations, Renderer, pack
-    from ..errors import ForedraftError
     from ..target.loading import load_tokenizer
 
     tokenizer = load_tokenizer(target, loading)
@@ -51,10 +61,15 @@ def preview(
 @loads_target
 def regenerate(
     source: Annotated[str, typer.Argument(help="conversations or prompts to answer")],
-    target: TargetOption,
     out: Annotated[Path, typer.Option(help="JSONL to write; one that is there is continued")],
     loading: Rendering,
-    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    target: Annotated[str | None, typer.Option(help="directory or hub id of the target; of a server (--base-url) its name there")] = None,
+    engine: EngineOption = None,
+    base_url: BaseUrlOption = None,
+    engine_arguments: EngineArgumentsOption = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="conversations that a server is asked at once")] = 32,
+    timeout: Annotated[float, typer.Option(min=0.001, help="seconds that a server may take for one answer")] = 600.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="conversations that are answered at once in this process")] = 32,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
@@ -64,21 +79,26 @@ def regenerate(
     split: SplitOption = "train",
     strict: StrictOption = False,
 ) -> None:
-    """Replace the assistant turns by the target's own answers: the largest single lever on acceptance."""
+    """Replace the assistant turns by the target's own answers: the largest single lever on acceptance.
+
+    The target runs in this process, in an engine that is started for it, or in any OpenAI-compatible server that runs already.
+    """
     from ..data import Conversations
     from ..data.regenerate import regenerate as run
 
+    if target is None and base_url is None:
+        raise ForedraftError("who answers? Pass --target DIRECTORY, or --base-url of a server")
     conversations = Conversations.load(source, split, strict=strict, limit=limit)
-    model, tokenizer = load_target(target, dtype, loading)
-    written = run(
-        model,
-        tokenizer,
-        conversations,
-        out,
-        batch_size=batch_size,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    )
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
+    if engine is None and base_url is None:
+        model, tokenizer = load_target(str(target), dtype, loading)
+        written = run(model, tokenizer, conversations, out, batch_size=batch_size, **sampling)
+    else:
+        from ..data.asking import Asking, ask
+        from ..serving import Server
+
+        asking = Asking(**sampling, template_kwargs=loading.template_kwargs or {})
+        with server_of(engine, base_url, target, engine_arguments, dtype, loading) as url:
+            server = Server(url, target if base_url else None, timeout)
+            written = ask(server, conversations, out, asking, concurrency=concurrency)
     print(f"{written} conversations answered into {out}")

@@ -46,7 +46,7 @@ def regenerate(
     if it comes first; warnings count it. Raises `ForedraftError` if the file belongs to other data or cannot be written.
     """
     out = Path(out)
-    done = _resume(out, conversations)
+    done = resume(out, conversations)
     todo = [i for i in range(len(conversations)) if i not in done]
     settings = {"temperature": temperature, "top_p": top_p, "seed": seed}
     settings |= {"max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens}
@@ -55,7 +55,7 @@ def regenerate(
     with Progress("answering", len(conversations), len(done), show_progress) as advance:
         for batch in _batches(todo, conversations, batch_size):
             rows = answering.batch({i: conversations[i] for i in batch})
-            _append(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            append(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             written += len(rows)
             advance(len(batch))
     answering.skipped.warn()
@@ -66,7 +66,8 @@ def regenerate(
     return written
 
 
-def _append(out: Path, text: str) -> None:
+def append(out: Path, text: str) -> None:
+    """Write at the end of a file. Raises `ForedraftError` where that fails."""
     try:
         with out.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -74,7 +75,8 @@ def _append(out: Path, text: str) -> None:
         raise ForedraftError(f"could not write '{out}': {error}\n  what it holds is kept: make room, then run again to continue") from error
 
 
-def _resume(out: Path, conversations: Conversations) -> set[int]:
+def resume(out: Path, conversations: Conversations) -> set[int]:
+    """Which conversations a file holds answers to; half of a last line is cut off. Raises `ForedraftError` for a file of other data."""
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         return set()
@@ -113,7 +115,7 @@ def _batches(todo: list[int], conversations: Conversations, size: int) -> Iterat
         yield from (window[s : s + size] for s in range(0, len(window), size))
 
 
-class _Dialogue:
+class Dialogue:
     """A conversation on its way: what was said, what is still to be asked."""
 
     def __init__(self, index: int, conversation: Conversation):
@@ -150,7 +152,7 @@ class _Answering:
 
     def batch(self, conversations: dict[int, Conversation]) -> list[dict[str, Any]]:
         """A row for each conversation that got an answer."""
-        dialogues = [_Dialogue(i, c) for i, c in conversations.items()]
+        dialogues = [Dialogue(i, c) for i, c in conversations.items()]
         speaking = dialogues
         while speaking:
             prompts = {d: ids for d in speaking if (ids := self._prompt(d)) is not None}
@@ -158,7 +160,7 @@ class _Answering:
             speaking = [d for d, (text, finish) in zip(prompts, answers, strict=True) if self._take(d, text, finish)]
         return [d.row() for d in dialogues if d.finish]
 
-    def _prompt(self, dialogue: _Dialogue) -> list[int] | None:
+    def _prompt(self, dialogue: Dialogue) -> list[int] | None:
         most = self.settings["max_prompt_tokens"]
         try:
             if not dialogue.ask():
@@ -173,7 +175,7 @@ class _Answering:
             return None
         return ids
 
-    def _take(self, dialogue: _Dialogue, text: str, finish: str) -> bool:
+    def _take(self, dialogue: Dialogue, text: str, finish: str) -> bool:
         if not text.strip():
             self._skip(dialogue, Unusable("an empty answer"))
             return False
@@ -182,11 +184,11 @@ class _Answering:
         self.answers, self.cut = self.answers + 1, self.cut + (finish == "length")
         return True
 
-    def _skip(self, dialogue: _Dialogue, reason: Unusable) -> None:
+    def _skip(self, dialogue: Dialogue, reason: Unusable) -> None:
         self.skipped.add(f"{self.source}, conversation {dialogue.index}, answer {len(dialogue.finish)}", reason)
 
     @torch.no_grad()
-    def _generate(self, prompts: dict[_Dialogue, list[int]]) -> list[tuple[str, str]]:
+    def _generate(self, prompts: dict[Dialogue, list[int]]) -> list[tuple[str, str]]:
         """An answer's text and why it ended, `stop` or `length`, for each prompt."""
         target, settings = self.target, self.settings
         width = max(map(len, prompts.values()))

@@ -2,6 +2,6 @@
 
 from .client import Gone, Refused, Server
 from .metrics import read_metrics
-from .process import running
+from .process import running_engine
 
-__all__ = ["Gone", "Refused", "Server", "read_metrics", "running"]
+__all__ = ["Gone", "Refused", "Server", "read_metrics", "running_engine"]

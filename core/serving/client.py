@@ -63,11 +63,10 @@ class Server:
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None, **settings: Any) -> tuple[dict[str, Any], str]:
         """(the answer as a message, why it ended). Its content, reasoning and tool calls are the server's."""
         more = {"tools": tools} if tools else {}
-        reply = self._guarded(
-            lambda: self._client.chat.completions.create(model=self.model, messages=list(messages), **more, **settings)  # type: ignore[call-overload]
-        )
-        choices = getattr(reply, "choices", None)
-        message = getattr(choices[0], "message", None) if isinstance(choices, list) and choices else None
+        reply = self._guarded(lambda: self._client.chat.completions.create(model=self.model, messages=list(messages), **more, **settings))
+        choices: Any = getattr(reply, "choices", None)
+        first: Any = choices[0] if isinstance(choices, list) and choices else None
+        message = getattr(first, "message", None)
         if message is None or not (message.content is None or isinstance(message.content, str)):
             raise Refused(f"the server answers with something that is no chat completion: {reply!r:.200}")
         said = message.to_dict()
@@ -76,7 +75,7 @@ class Server:
             found["reasoning_content"] = thought
         if calls := said.get("tool_calls"):
             found["tool_calls"] = calls
-        return found, str(choices[0].finish_reason)
+        return found, str(first.finish_reason)
 
     def complete(self, prompt: Sequence[int], **settings: Any) -> dict[str, Any]:
         """A completion of token ids, as plain values."""
@@ -91,7 +90,7 @@ class Server:
         def ask() -> Streamed:
             start, first, tokens, text = time.perf_counter(), None, 0, ""
             more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-            for chunk in self._client.chat.completions.create(model=self.model, messages=list(messages), **more, **settings):  # type: ignore[call-overload]
+            for chunk in self._client.chat.completions.create(model=self.model, messages=list(messages), **more, **settings):
                 if chunk.choices:
                     first = first or time.perf_counter()
                     text += chunk.choices[0].delta.content or ""

@@ -1,13 +1,14 @@
 """A server that is started for a piece of work, and ended with it."""
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -26,13 +27,17 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def command_of(arguments: Sequence[str], port: int) -> list[str]:
-    """An engine's command, listening on `port` of this machine alone; all engines known so far spell it alike."""
-    return [*arguments, "--host", "127.0.0.1", "--port", str(port)]
+def running_engine(command: Sequence[str], arguments: str | None = None) -> AbstractContextManager[str]:
+    """`running` of an engine's command with a user's further arguments, on a free port of this machine alone.
+
+    All engines known so far spell that alike.
+    """
+    port = free_port()
+    return running([*command, *shlex.split(arguments or ""), "--host", "127.0.0.1", "--port", str(port)], port)
 
 
 @contextmanager
-def running(command: Sequence[str], port: int, patience: float = PATIENCE, environment: Mapping[str, str] | None = None) -> Iterator[str]:
+def running(command: Sequence[str], port: int, patience: float = PATIENCE) -> Iterator[str]:
     """The base URL of a server that `command` starts on `port`, once it is healthy; it is ended with the block, whatever it has started.
 
     Raises `ForedraftError`, with the last lines it said, where it does not start, ends, or takes longer than `patience` seconds.
@@ -40,9 +45,7 @@ def running(command: Sequence[str], port: int, patience: float = PATIENCE, envir
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
-            process = subprocess.Popen(
-                list(command), stdout=said, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(environment or {})}
-            )
+            process = subprocess.Popen(list(command), stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
             raise ForedraftError(f"`{command[0]}` cannot be started: {error.strerror}; is the engine on the PATH?") from error
         try:

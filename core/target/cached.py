@@ -55,7 +55,6 @@ class CachedTarget(Target):
         if any(not hasattr(dataset, "__len__") for dataset in rows):
             raise ForedraftError("hidden_states_cache: the states of a stream of rows cannot be stored before it is read: leave it out")
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self.store.shards.refresh()
             if missing := self.store.wanted(rows).missing:
                 raise ForedraftError(
                     f"hidden_states_cache: {missing} documents are not stored: several ranks read alone, `foredraft capture` first"

@@ -75,4 +75,4 @@ def parts_of(documents: Any, spans: Any, input_ids: Any, row: int = 0) -> list[P
 def parts_of_batch(batch: Mapping[str, Any]) -> list[Part]:
     """The parts of every row of a batch."""
     columns = (batch[name].cpu().numpy() for name in ("documents", "spans", "input_ids"))
-    return [part for row, values in enumerate(zip(*columns, strict=True)) for part in parts_of(*values, row)]
+    return [part for row, (d, s, ids) in enumerate(zip(*columns, strict=True)) for part in parts_of(d, s, ids, row)]

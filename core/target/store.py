@@ -116,6 +116,7 @@ class Store:
 
     def wanted(self, datasets: Sequence[Any]) -> Wanted:
         """What the rows of some data sets read."""
+        self.shards.refresh()
         seen: dict[bytes, bool] = {}
         rows, tokens, size, missing, to_write = [], 0, 0, 0, 0
         for which, dataset in enumerate(datasets):

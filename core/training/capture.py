@@ -1,6 +1,5 @@
 """The states that a run will read, captured by themselves: by another engine, on another machine, or before several ranks train."""
 
-import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ import torch
 
 from ..errors import ForedraftError
 from ..registry import default_registry
-from ..serving import Server, running
-from ..serving.process import command_of, free_port
+from ..serving import Server
+from ..serving.process import running_engine
 from ..target.cached import CachedTarget, store_of
 from ..target.extraction import Extraction
 from ..target.fingerprint import fingerprint_of, weights_of_files
@@ -58,9 +57,8 @@ def capture(
         command = started.extraction(config.target, read, directory)
         if command is None:
             raise ForedraftError(f"engine '{engine}' extracts no hidden states; leave --engine out, and transformers runs the target")
-        more = ["--dtype", str(dtype).removeprefix("torch."), *started.repository_arguments(config), *shlex.split(engine_arguments or "")]
-        port = free_port()
-        with running(command_of([*command, *more], port), port) as url:
+        more = ["--dtype", str(dtype).removeprefix("torch."), *started.repository_arguments(config)]
+        with running_engine([*command, *more], engine_arguments) as url:
             return by(Server(url))
 
 
