@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from typer.testing import CliRunner
 from vllm_on_cpu import install
 
+from foredraft import auto_draft, save_draft
 from foredraft.cli import app
 from foredraft.target import load_target, load_tokenizer
 from foredraft.training import CachedTarget
@@ -72,3 +73,33 @@ def test_answers_are_those_of_transformers(work: Path) -> None:
     assert {i: row["finish"] for i, row in theirs.items()} == {i: row["finish"] for i, row in ours.items()}
     same = sum(theirs[i]["messages"] == ours[i]["messages"] for i in ours)
     assert same >= 5, "random weights decode to bytes, of which a server's detokenizer may show halves otherwise"
+
+
+def test_measured_with_and_without_a_draft(work: Path) -> None:
+    """Greedy in float32: the same texts; the engine's acceptance is ours, but for what each counts at a text's end."""
+    model = load_target(str(work / "target"), "float32")
+    draft = auto_draft(model.config, ttt_steps=2)
+    draft.start_from(model)
+    save_draft(draft, work / "draft")
+    command = ["eval", "--target", str(work / "target"), "--draft", str(work / "draft"), "--prompts", str(work / "data.jsonl")]
+    more = [
+        "--engine",
+        "vllm",
+        "--engine-arguments",
+        SMALL,
+        "--num-draft-tokens",
+        "2",
+        "--dtype",
+        "float32",
+        "--out",
+        str(work / "eval.json"),
+    ]
+    result = CliRunner().invoke(app, [*command, *more, "--max-new-tokens", "24", "--concurrency", "1,4"], catch_exceptions=False)
+    print(result.output)
+    found = json.loads((work / "eval.json").read_text())["data"]
+    assert [load["concurrency"] for load in found["plain"]] == [load["concurrency"] for load in found["drafted"]] == [1, 4]
+    assert found["identical"] == 6
+    assert len(found["speedups"]) == 2
+    assert all(load["tau"] is None for load in found["plain"])
+    for load in found["drafted"]:
+        assert load["acceptance"] == pytest.approx(found["ours"]["acceptance"], abs=0.15)

@@ -3,13 +3,24 @@
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..contracts.loading import Rendering
 from ..errors import ForedraftError
-from .common import DraftTokensOption, DtypeOption, StrictOption, TargetOption, load_draft_for, load_target, loads_target
+from .common import (
+    BaseUrlOption,
+    DraftTokensOption,
+    DtypeOption,
+    EngineArgumentsOption,
+    EngineOption,
+    StrictOption,
+    TargetOption,
+    load_draft_for,
+    load_target,
+    loads_target,
+)
 
 if TYPE_CHECKING:
     from ..contracts.algorithm import DrafterBase
@@ -76,9 +87,9 @@ def generate(
 
 @loads_target
 def evaluate(
-    target: TargetOption,
     prompts: Annotated[list[Path], typer.Option(help="conversations or prompts, in any form that training reads; may be given again")],
     loading: Rendering,
+    target: Annotated[str | None, typer.Option("--target", help="directory or hub id of the target; not needed with --base-url")] = None,
     options: OptionsArgument = None,
     draft: DraftOption = None,
     algorithm: AlgorithmOption = None,
@@ -92,8 +103,18 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="write the result as JSON here, and the plot beside it")] = None,
     record: Annotated[bool, typer.Option(help="note τ in the draft's config.json")] = False,
     strict: StrictOption = False,
+    engine: EngineOption = None,
+    base_url: BaseUrlOption = None,
+    engine_arguments: EngineArgumentsOption = None,
+    concurrency: Annotated[str, typer.Option(help="of a server: how many requests at once")] = "1,4,16",
+    ours: Annotated[
+        bool, typer.Option(help="with --engine: also draft in this process, to show its acceptance beside the engine's")
+    ] = True,
 ) -> None:
-    """Measure τ, acceptance per position and speed; greedy outputs must equal plain decoding's."""
+    """Measure τ, acceptance per position and speed; greedy outputs must equal plain decoding's.
+
+    In this process, or where the draft serves: `--engine` starts the engine's server with and without it, `--base-url` asks one that runs.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -103,7 +124,12 @@ def evaluate(
     from ..files.ours import record as note
     from ..files.writing import write_text
 
-    found = _found(draft, algorithm, options)
+    served = engine is not None or base_url is not None
+    if served and (algorithm or options or tree or record):
+        raise ForedraftError("a server is measured with its own --draft: leave out --algorithm and its options, --tree and --record")
+    if target is None and not served:
+        raise ForedraftError("whose draft? Pass --target DIRECTORY, or --base-url of a server")
+    found = None if served and draft is None else _found(draft, algorithm, options)
     if record and draft is None:
         raise ForedraftError("--record notes τ in a draft's config.json: there is none without --draft")
     if record and not Path(str(draft)).exists():
@@ -111,8 +137,17 @@ def evaluate(
     questions = {file.stem: load_prompts(file, limit, strict=strict) for file in prompts}
     if len(questions) < len(prompts):
         raise ForedraftError(f"prompt files are told apart by their names, found {', '.join(str(file) for file in prompts)}")
+    if served:
+        from .served import Asked, evaluate_served
+
+        given = found if isinstance(found, Path) else None
+        how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        where = (target, given, engine, base_url, engine_arguments, concurrency)
+        evaluate_served(Asked(*where, **how, dtype=dtype, baseline=baseline, ours=ours, loading=loading), questions, out)
+        return
     shape = TreeShape.parse(tree) if tree else None
-    model, tokenizer = load_target(target, dtype, loading)
+    model, tokenizer = load_target(str(target), dtype, loading)
+    assert found is not None
     drafter = load_draft_for(found, model) if isinstance(found, Path) else found
     console = Console()
     results = {}

@@ -13,7 +13,14 @@ from ..target.pairing import check_named
 
 
 def serve_command(engine: EngineBase, draft: str | Path, target: str, num_tokens: int | None = None, repository: Repository = PLAIN) -> str:
-    """The command line by which `engine` serves the draft in a directory or on the hub.
+    """`serve_arguments` as a line for a shell."""
+    return shlex.join(serve_arguments(engine, draft, target, num_tokens, repository))
+
+
+def serve_arguments(
+    engine: EngineBase, draft: str | Path, target: str, num_tokens: int | None = None, repository: Repository = PLAIN
+) -> list[str]:
+    """The command by which `engine` serves the draft in a directory or on the hub.
 
     By default it drafts all that the draft makes at once, or 4 tokens. Raises `ForedraftError` if the engine does not serve this draft,
     saying why, or not so many tokens, or not for this target.
@@ -28,4 +35,4 @@ def serve_command(engine: EngineBase, draft: str | Path, target: str, num_tokens
     if "foredraft" in config:
         check_named(check_fields(config, directory).foredraft.target.model_dump(), target, repository)
     arguments = engine.arguments(config, str(draft), target, tokens_to_draft(num_tokens, most_tokens(config)))
-    return shlex.join([*arguments, *engine.repository_arguments(repository)])
+    return [*arguments, *engine.repository_arguments(repository)]

@@ -1,0 +1,81 @@
+"""Servers measured: what they count, what is asked of them, what is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+from stub_server import serving
+from typer.testing import CliRunner
+
+from foredraft import ForedraftError, default_registry
+from foredraft.cli import app
+from foredraft.contracts.engine import Accepted
+from foredraft.decoding.served import parse_loads
+from foredraft.serving.metrics import parse_metrics
+
+VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="a \\"b\\", c}}"}} {0}.0
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {1}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="0"}} {2}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="1"}} {3}
+vllm:some_gauge NaN
+"""
+"""As vLLM 0.32 writes them; of two engines each position has two samples."""
+SGLANG = """sglang:generation_tokens_total{{model_name="m",is_streaming="true"}} {0}
+sglang:num_requests_total{{model_name="m",is_streaming="true"}} {1}
+sglang:spec_verify_calls_total{{model_name="m"}} {2}
+sglang:spec_accept_length{{model_name="m"}} 9.9
+"""
+"""By the names in SGLang 0.5.23's own source; no server of it ran."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "before", "after", "expected"),
+    [
+        ("vllm", VLLM, (10, 8, 6, 2), (30, 28, 21, 7), Accepted(2.0, [0.75, 0.25])),
+        ("vllm", VLLM, (10, 8, 6, 2), (10, 8, 6, 2), None),
+        ("sglang", SGLANG, (100, 4, 30), (200, 8, 78), Accepted(2.0, [])),
+        ("sglang", "", (), (), None),
+    ],
+)
+def test_counters(name: str, text: str, before: tuple[int], after: tuple[int], expected: Accepted | None) -> None:
+    """Between two looks; in one process with what it has counted before."""
+    engine = default_registry().engine(name)()
+    assert engine.accepted(*(parse_metrics(text.format(*values)) for values in (before, after))) == expected
+
+
+def test_a_server_that_runs(tmp_path: Path) -> None:
+    """At each load all prompts; tokens as the server counts them; its counters told by their names."""
+    prompts, out = tmp_path / "short.jsonl", tmp_path / "eval.json"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ab", "cdef", "ghi")))
+    with serving(metrics=lambda n: VLLM.format(n, 3 * n // 4, n // 2, n // 4)) as stub:
+        command = ["eval", "--base-url", stub.url, "--prompts", str(prompts), "--concurrency", "1,2,4", "--out", str(out)]
+        result = CliRunner().invoke(app, command, catch_exceptions=False, env={"COLUMNS": "200"})
+        assert stub.most_at_once <= 4
+        assert len(stub.asked) == 1 + 3 + 4 + 8
+    found = json.loads(out.read_text())["short"]
+    assert [(load["concurrency"], load["tokens"]) for load in found["drafted"]] == [(1, 9), (2, 11), (4, 24)]
+    assert all(load["tokens_per_second"] > 0 < load["first_token"] <= load["first_token_slow"] for load in found["drafted"])
+    assert found["drafted"][2]["acceptance"] == pytest.approx([0.5, 0.25], abs=0.07)
+    assert found["drafted"][2]["tau"] == pytest.approx(1.75, abs=0.07)
+    assert (found["plain"], found["ours"], found["speedups"]) == ([], None, [])
+    assert "1.7" in result.output
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_errors(tmp_path: Path) -> None:
+    prompts = tmp_path / "odd.jsonl"
+    prompts.write_text('{"prompt": "fine"}\n{"prompt": "refuse"}\n')
+    with serving() as stub:
+        for more, error in (
+            (["--base-url", stub.url], "answers 400"),
+            (["--base-url", stub.url, "--tree", "2,2,3"], "leave out --algorithm"),
+            (["--engine", "vllm"], "name both"),
+            ([], "whose draft"),
+        ):
+            failed = CliRunner().invoke(app, ["eval", "--prompts", str(prompts), *more])
+            assert isinstance(failed.exception, ForedraftError)
+            assert error in str(failed.exception)
+    with pytest.raises(ForedraftError, match="expected numbers of requests at once"):
+        parse_loads("1,many")
