@@ -1,5 +1,6 @@
 """Conversations from files and memory: every form that is read, what is skipped and said of it, and what is held out."""
 
+import base64
 import gzip
 import json
 import re
@@ -8,10 +9,12 @@ from typing import Any
 
 import datasets
 import pytest
+from PIL import Image
 from tiny import chat, tiny_tokenizer
 
 from foredraft import Conversations, ForedraftError, pack
 from foredraft.data import conversation_of, skipped
+from foredraft.data.images import images_in, opened
 from foredraft.training.run import load_split
 from foredraft.training.settings import DataConfig
 
@@ -166,6 +169,34 @@ class TestForms:
         file = write(tmp_path / "a.jsonl", json.dumps(record) + "\n" + json.dumps({"messages": chat("2024-01-02", "2024-01-02T03:04:05Z")}))
         assert Conversations.load(file) == [expected, chat("2024-01-02", "2024-01-02T03:04:05Z")]  # other keys' neighbour; dates stay text
 
+    @pytest.mark.parametrize(
+        ("record", "expected"),
+        [
+            ({"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}, "q"]}]}, "iq"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "DATA"}}, "q"]}]}, "iq"),
+            ({"messages": [{"role": "user", "content": ["p", {"type": "image"}, "q"]}], "images": ["a.png"]}, "piq"),
+            ({"prompt": "q", "images": ["a.png", {"path": "a.png"}]}, "iiq"),
+            ({"conversations": [{"from": "human", "value": "p<image>q"}], "image": "a.png"}, "piq"),
+            ({"messages": chat("q"), "images": []}, "q"),
+        ],
+    )
+    def test_images_stand_where_they_are_meant(self, tmp_path: Path, record: Any, expected: str) -> None:
+        Image.new("RGB", (2, 3), (255, 0, 0)).save(tmp_path / "a.png")
+        url = "data:image/png;base64," + base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+        file = write(tmp_path / "a.jsonl", json.dumps(record).replace("DATA", url))
+        [conversation] = Conversations.load(file)
+        content = conversation[0]["content"]
+        assert "".join("i" if p["type"] == "image" else p["text"] for p in content if p) == expected if "i" in expected else content == "q"
+        assert [opened(image).size for image in images_in(conversation)] == [(2, 3)] * expected.count("i")
+
+    def test_a_data_sets_images_are_decoded_where_they_are_read(self) -> None:
+        rows = {"images": [[Image.new("RGB", (2, 3))]], "messages": [chat("q", "a")]}
+        text = datasets.Value("string")
+        kinds = datasets.Features(images=datasets.List(datasets.Image()), messages=[{"role": text, "content": text}])
+        found = Conversations.of(datasets.Dataset.from_dict(rows, kinds))
+        assert isinstance(images_in(found[0])[0], bytes)
+        assert found.have_images
+
     def test_tools_and_cut_answers(self) -> None:
         tools = [{"type": "function", "function": {"name": "look_up"}}]
         for given in (tools, json.dumps(tools)):
@@ -192,7 +223,11 @@ class TestForms:
         ('{"messages": [{"content": "hi"}]}', "a turn without 'role'"),
         ('{"messages": [{"role": "narrator", "content": "hi"}]}', "an unknown role: 'narrator' in turn 0; known: user, human, assistant"),
         ('{"messages": [{"role": "user", "content": 5}]}', "content of type int, which is no text: 5 in turn 0"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "a content part of type 'image_url'"),
+        ('{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}', "a content part of type 'audio'"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "images that do not match their places: 0 images, 1 places"),
+        ('{"prompt": "q", "images": ["none.png"]}', "an image that is not here: turn 0: no file 'none.png'"),
+        ('{"prompt": "q", "image": "https://a.b/c.png"}', "an image that is not here: turn 0: 'https://a.b/c.png': images are not fetched"),
+        ('{"messages": [{"role": "assistant", "content": [{"type": "image", "bytes": "x"}]}]}', "an image in an assistant turn"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "text that is no Unicode"),
         ('{"messages": [{"role": "assistant", "tool_calls": [5]}]}', "a tool call without 'function'"),
         ('{"prompt": "q", "completion": "a", "tools": "{"}', "'tools' that are no list of objects"),

@@ -1,12 +1,24 @@
 """Targets that see: loaded whole, trained and decoded on text alone and with images."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tiny import chat
+from torch import Tensor
+from torch.testing import assert_close
 from transformers import CONFIG_MAPPING
+from vision import FAMILIES, picture
 
+from foredraft import Target, auto_draft, evaluate, generate, pack
 from foredraft.contracts.loading import Loading
+from foredraft.data import Conversations, DraftCollator
 from foredraft.decoding.compatibility import tiny_model, try_out
+from foredraft.decoding.evaluate import encode
+from foredraft.target import CachedTarget
 from foredraft.target.loading import load_target
 
 SLOW = ("qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "mistral3", "llama4", "glm4v", "glm4v_moe", "internvl", "minimax_m3_vl", "kimi_k25")
@@ -22,3 +34,84 @@ def test_a_multimodal_checkpoint_is_loaded_whole_and_drafted_for_on_text_alone(f
     assert type(model.config) is not type(model.config.get_text_config())
     model.generation_config.eos_token_id = None
     try_out(model)  # a training step, and a decode that gives the target's own text
+
+
+SEEN_SLOW: tuple[str, ...] = ()
+
+
+@pytest.fixture
+def seeing(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
+    """A target that sees, its processor, and two conversations with images beside one without."""
+    model, reader = FAMILIES[request.param]()
+    model.generation_config.eos_token_id = None
+    red, blue = picture((255, 0, 0), 48, 32), picture((0, 0, 255))
+    one = [{"role": "user", "content": [{"type": "image", "image": red}, "which?"]}, {"role": "assistant", "content": "it is red"}]
+    two = [
+        *one,
+        {"role": "user", "content": ["and ", {"type": "image", "image": blue}, " or ", {"type": "image", "image": red}]},
+        {"role": "assistant", "content": "blue, then red"},
+    ]
+    return model, reader, Conversations([one, chat("why?", "the answer"), two])
+
+
+@pytest.mark.parametrize("seeing", ["llava", "qwen2_5_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in SEEN_SLOW)], indirect=True)
+def test_images_are_read_trained_on_and_decoded_with(seeing: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    model, reader, conversations = seeing
+    rows = pack(conversations, reader, 160)
+    draft = auto_draft(model.config)
+    target, stored = (
+        Target(model, draft.config.aux_layers),
+        CachedTarget(deepcopy(model), draft.config.aux_layers, tmp_path, tokenizer=reader),
+    )
+    draft.start_from(target, rows)
+    batch = DraftCollator(draft.algorithm)([rows[i] for i in range(len(rows))])
+    assert [found is not None for found in batch["pixels"]] == [True, False, True]
+    image = reader.tokenizer.convert_tokens_to_ids(reader.image_token)
+    assert not (batch["spans"] >= 0)[batch["input_ids"] == image].any()
+    assert [reader.tokenizer.decode(batch["input_ids"][2][batch["spans"][2] == n]) for n in (0, 1)] == [
+        "it is red<|im_end|>",
+        "blue, then red<|im_end|>",
+    ]
+
+    signal = target.capture(batch)
+    count = int((batch["documents"][2] >= 0).sum())
+    with torch.no_grad():
+        whole = model(input_ids=batch["input_ids"][2:, :count], **batch["pixels"][2], output_hidden_states=True)
+    states = torch.cat([whole.hidden_states[i] for i in draft.config.aux_layers], dim=-1)
+    assert_close(signal.aux_BSA[2:, :count], states)
+    assert_close(target.head(signal.hidden_BST[2, :count]), whole.logits[0])
+    if signal.places_CBS is not None:
+        seen = {name: t for name, t in batch["pixels"][2].items() if name != "pixel_values"}
+        known, _ = model.model.get_rope_index(batch["input_ids"][2:, :count], **seen)
+        assert torch.equal(signal.places_CBS[:, 2:, :count], known)
+        assert torch.equal(signal.places_CBS[:, 1], torch.arange(160).expand(3, -1))
+    stored.fill(rows, show_progress=False)
+    stored.release()  # what is read needs no layers
+    again = stored.capture(batch)
+    assert (signal.places_CBS is None) == (again.places_CBS is None)
+    assert again.places_CBS is None or torch.equal(again.places_CBS[:, 2, :count], signal.places_CBS[:, 2, :count])
+    with torch.no_grad():
+        assert_close(draft(batch, again)["loss"], draft(batch, signal)["loss"])
+
+    trained = positions_of(draft, lambda: draft(batch, signal)["loss"].backward())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in draft.parameters() if p.requires_grad)
+    prompt = encode(reader, conversations[2][:3])
+    told = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    texts: list[Any] = []
+    decoded = positions_of(draft, lambda: texts.append(generate(model, draft.eval(), **prompt, **told)))
+    assert torch.equal(texts[0], model.generate(**prompt, **told))
+    length = prompt["input_ids"].shape[1]
+    assert torch.equal(decoded[0][0], trained[0][2, : len(decoded[0][0])])  # of the prompt but its last token, by the first forward
+    assert decoded[1].min() >= trained[0][2, length - 2]
+    assert draft.places_CBL is None
+    result = evaluate(model, draft, reader, [conversations[2][:3], conversations[1][:1]], max_new_tokens=8)
+    assert result.identical == 2
+
+
+def positions_of(draft: Any, run: Callable[[], Any]) -> list[Tensor]:
+    """What the draft's rotary embedding is asked for while it runs."""
+    asked: list[Tensor] = []
+    hook = draft.rotary_emb.register_forward_pre_hook(lambda module, given: asked.append(given[1]))
+    run()
+    hook.remove()
+    return asked

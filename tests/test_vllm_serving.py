@@ -52,7 +52,7 @@ def test_states_are_those_of_transformers(work: Path) -> None:
     wanted = capture(config, engine="vllm", engine_arguments=SMALL)
     assert wanted.documents > 3
     model, tokenizer = load_target(config.target, "float32"), load_tokenizer(config.target)
-    rows, _ = packed_rows(config, tokenizer)
+    tokenizer, rows, _ = packed_rows(config)
     noted = json.loads((work / "states" / "states.json").read_text())["of"]
     theirs, ours = (CachedTarget(model, tuple(noted["aux_layers"]), work / name, tokenizer=tokenizer) for name in ("states", "ours"))
     assert theirs.store.wanted([rows]).missing == 0

@@ -13,8 +13,9 @@ from ..contracts.loading import Loading, Rendering
 from ..errors import ForedraftError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
+    from ..data import Reader
     from ..draft.model import BaseDraft
 
 TargetOption = Annotated[str, typer.Option("--target", help="directory or hub id of the target")]
@@ -76,8 +77,11 @@ def show_keys(title: str, rows: "Iterable[tuple[str, str, str, str]]") -> None:
     Console().print(table)
 
 
-def load_target(name: str, dtype: str, loading: Loading) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The target, on the GPU if there is one and nothing else is asked for, and its tokenizer. Raises `ForedraftError` if there is none."""
+def load_target(name: str, dtype: str, loading: Loading, images: bool = False) -> "tuple[PreTrainedModel, Reader]":
+    """The target, on the GPU if there is one and nothing else is asked for, and its tokenizer or, for `images`, its processor.
+
+    Raises `ForedraftError` if there is none.
+    """
     import torch
     from transformers.utils import logging
 
@@ -86,7 +90,7 @@ def load_target(name: str, dtype: str, loading: Loading) -> "tuple[PreTrainedMod
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ForedraftError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
     logging.disable_progress_bar()
-    tokenizer = load.load_tokenizer(name, loading)
+    tokenizer = load.load_tokenizer(name, loading, images)
     return load.load_target(name, dtype, loading, "cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 

@@ -41,21 +41,21 @@ def preview(
     from ..data import Conversations, Renderer, pack
     from ..target.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(target, loading)
     conversations = Conversations.load(source, split, strict=strict)
+    reader = load_tokenizer(target, loading, conversations.have_images)
     if index >= len(conversations):
         raise ForedraftError(f"--index {index}: '{source}' has {len(conversations)} conversations")
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(reader)
     shown = renderer.render(conversations[index], length)
     text = Text()
     for span, tokens in groupby(zip(shown.ids, shown.spans, strict=True), key=itemgetter(1)):  # a character may be several tokens
-        text.append(tokenizer.decode([token for token, _ in tokens]), style="bold green" if span >= 0 else "dim")
+        text.append(renderer.tokenizer.decode([token for token, _ in tokens]), style="bold green" if span >= 0 else "dim")
     console = Console()
     console.print(text)
     supervised = sum(s >= 0 for s in shown.spans)
     how = "the template's generation tags" if renderer.template.tagged else "rendering prefixes"
     console.print(f"\n[bold]{supervised} of {len(shown.ids)} tokens are supervised[/] (spans from {how})")
-    console.print(pack(conversations, tokenizer, length, strict=strict).info.description)
+    console.print(pack(conversations, reader, length, strict=strict).info.description)
 
 
 @loads_target
@@ -90,8 +90,10 @@ def regenerate(
         raise ForedraftError("who answers? Pass --target DIRECTORY, or --base-url of a server")
     conversations = Conversations.load(source, split, strict=strict, limit=limit)
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
+    if conversations.have_images and (engine or base_url):
+        raise ForedraftError(f"'{source}' has images, which are not sent to servers: leave engine and base_url out, and name a target")
     if engine is None and base_url is None:
-        model, tokenizer = load_target(str(target), dtype, loading)
+        model, tokenizer = load_target(str(target), dtype, loading, conversations.have_images)
         written = run(model, tokenizer, conversations, out, batch_size=batch_size, **sampling)
     else:
         from ..data.asking import Asking, ask

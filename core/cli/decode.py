@@ -41,6 +41,7 @@ def generate(
     target: TargetOption,
     loading: Rendering,
     options: OptionsArgument = None,
+    image: Annotated[list[Path] | None, typer.Option(help="file of an image that the question is about; may be given again")] = None,
     draft: DraftOption = None,
     algorithm: AlgorithmOption = None,
     num_draft_tokens: DraftTokensOption = None,
@@ -54,22 +55,26 @@ def generate(
     from transformers import TextStreamer
 
     from ..contracts.algorithm import tokens_to_draft
+    from ..data import conversation_of, tokenizer_of
     from ..decoding import DraftingStats, TreeShape
     from ..decoding import generate as run
     from ..decoding.evaluate import encode, sampling
     from ..decoding.generate import algorithm_and_draft
 
     shape, found = TreeShape.parse(tree) if tree else None, _found(draft, algorithm, options)
-    model, tokenizer = load_target(target, dtype, loading)
+    asked = conversation_of({"prompt": prompt, **({"images": image} if image else {})})
+    model, reader = load_target(target, dtype, loading, bool(image))
+    tokenizer = tokenizer_of(reader)
     drafter = load_draft_for(found, model) if isinstance(found, Path) else found
     chain = tokens_to_draft(num_draft_tokens, algorithm_and_draft(drafter)[0].max_tokens)
-    ids = encode(tokenizer, [{"role": "user", "content": prompt}], model.device)
+    inputs: dict[str, Any] = encode(reader, asked, model.device)
+    ids = inputs["input_ids"]
     stats = DraftingStats()
     start = time.perf_counter()
     out = run(
         model,
         drafter,
-        ids,
+        **inputs,
         attention_mask=torch.ones_like(ids),  # else transformers hides what looks like padding
         num_draft_tokens=chain,
         tree=shape,
@@ -120,6 +125,7 @@ def evaluate(
 
     from ..decoding import TreeShape, load_prompts
     from ..decoding import evaluate as run
+    from ..decoding.evaluate import have_images
     from ..decoding.report import demand_identical, plot_acceptance, table
     from ..files.ours import record as note
     from ..files.writing import write_text
@@ -137,6 +143,9 @@ def evaluate(
     questions = {file.stem: load_prompts(file, limit, strict=strict) for file in prompts}
     if len(questions) < len(prompts):
         raise ForedraftError(f"prompt files are told apart by their names, found {', '.join(str(file) for file in prompts)}")
+    seeing = any(map(have_images, questions.values()))
+    if seeing and served:
+        raise ForedraftError("the prompts have images, which are not sent to servers: leave engine and base_url out")
     if served:
         from .served import Asked, evaluate_served
 
@@ -146,7 +155,7 @@ def evaluate(
         evaluate_served(Asked(*where, **how, dtype=dtype, baseline=baseline, ours=ours, loading=loading), questions, out)
         return
     shape = TreeShape.parse(tree) if tree else None
-    model, tokenizer = load_target(str(target), dtype, loading)
+    model, tokenizer = load_target(str(target), dtype, loading, seeing)
     assert found is not None
     drafter = load_draft_for(found, model) if isinstance(found, Path) else found
     console = Console()

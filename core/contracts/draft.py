@@ -59,7 +59,10 @@ class Layout:
     """Where each input of `backbone` sits and what it may see."""
 
     positions: Tensor
-    """Rotary position of each input, [B, Q]; under the wiring `Prefix` the inputs are the context's S, then the embeddings' Q."""
+    """Which token of its text each input is, [B, Q]: its rotary position, unless the target has it elsewhere (`Signal.places_CBS`).
+
+    Under the wiring `Prefix` the inputs are the context's S, then the embeddings' Q.
+    """
     pattern: Pattern
     rows: Tensor | int | None = None
     """[B, Q'] inputs whose output is wanted, or how many of the last; the others only give keys and values.

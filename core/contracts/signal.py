@@ -20,3 +20,5 @@ class Signal:
     """Hidden states after the target's final norm; empty in the last dimension if the algorithm does not need them."""
     head: Callable[[Tensor], Tensor]
     """The target's logits (soft-cap and scaling included) of post-norm states [N, T], over its whole vocabulary, float32."""
+    places_CBS: Tensor | None = None
+    """Where the target's rotary embedding has its tokens, in C components (3 of M-RoPE: time, height, width); None: they are counted."""

@@ -7,20 +7,22 @@ from .packing import pack
 from .records import read_records
 from .render import Rendered, Renderer
 from .skipped import Skipped, Unusable
-from .template import prompt_ids, with_template
+from .template import Reader, prompt_inputs, tokenizer_of, with_template
 
 __all__ = [
     "Conversation",
     "Conversations",
     "DraftCollator",
     "Message",
+    "Reader",
     "Rendered",
     "Renderer",
     "Skipped",
     "Unusable",
     "conversation_of",
     "pack",
-    "prompt_ids",
+    "prompt_inputs",
     "read_records",
+    "tokenizer_of",
     "with_template",
 ]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors.torch import load
 from torch import Generator, Tensor
 
 from ..contracts.algorithm import AlgorithmBase
@@ -32,14 +33,24 @@ class DraftCollator:
         self._epoch.fill_(number)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """`input_ids`, `documents`, `spans`, `positions` [B, S], `row` [B], `ends` (see `ends_of`), `multiple`, and the plan."""
+        """`input_ids`, `documents`, `spans`, `positions` [B, S], `row` [B], `ends` (see `ends_of`), `multiple`, and the plan.
+
+        Where rows have images `pixels`, for each row its target's inputs beside the ids by name, or None.
+        """
         batch: dict[str, Any] = {key: torch.tensor([r[key] for r in rows]) for key in ("input_ids", "documents", "spans", "row")}
+        batch |= pixels_of(rows)
         batch["positions"] = positions_within(batch["documents"])
         batch["ends"], batch["multiple"] = ends_of(batch["positions"]), self.multiple
         generators = [Generator().manual_seed(seed_of(self.seed, self.epoch, row)) for row in batch["row"].tolist()]
         if self.read_states is not None and (states := self.read_states(batch)) is not None:
             batch["states"] = states
         return self.algorithm.plan(batch, generators).joined(batch)
+
+
+def pixels_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Tensor] | None]]:
+    """`pixels` of rows where any has images: what the target reads beside the ids of each, by name, or None."""
+    found = [load(kept) if (kept := row.get("pixels")) else None for row in rows]
+    return {"pixels": found} if any(found) else {}
 
 
 def seed_of(*parts: object) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..errors import ForedraftError
 from .forms import Conversation, Message, conversation_of
-from .records import Named, read_records, rows_of
+from .images import images_in, told_apart
+from .records import Named, folder_of, read_records, rows_of
 from .skipped import Skipped, Unusable, logger
 
 
@@ -28,7 +29,7 @@ class Conversations(list[Conversation]):
         makes the first one an error. `limit` ends the reading after so many conversations. Raises `ForedraftError` naming what
         cannot be read, or if nothing is left.
         """
-        return cls._gathered(read_records(source, split), str(source), strict, limit)
+        return cls._gathered(read_records(source, split), str(source), strict, limit, folder_of(source))
 
     @classmethod
     def of(cls, data: Any, source: str = "conversations", *, strict: bool = False) -> "Conversations":
@@ -43,11 +44,13 @@ class Conversations(list[Conversation]):
         return cls._gathered(rows, source, strict)
 
     @classmethod
-    def _gathered(cls, records: Iterable[Named], source: str, strict: bool, limit: int | None = None) -> "Conversations":
+    def _gathered(
+        cls, records: Iterable[Named], source: str, strict: bool, limit: int | None = None, folder: Path | None = None
+    ) -> "Conversations":
         found, skipped = cls([], source), Skipped(strict)
         for where, record in records:
             try:
-                found.append(conversation_of(record))
+                found.append(conversation_of(record, folder))
             except Unusable as reason:
                 skipped.add(where, reason)
             if len(found) == limit:
@@ -56,6 +59,11 @@ class Conversations(list[Conversation]):
             raise ForedraftError(f"data '{source}' holds no conversation:\n  {skipped}" if skipped else f"data '{source}' is empty")
         skipped.warn()
         return found
+
+    @property
+    def have_images(self) -> bool:
+        """Whether any of them does, so that the target's processor is needed."""
+        return any(map(images_in, self))
 
     def holding_out(self, count: int, seed: int = 0) -> tuple["Conversations", "Conversations"]:
         """(train, held out): `count` different conversations drawn with `seed`, removed from the rest by content; order kept."""
@@ -80,5 +88,5 @@ class Conversations(list[Conversation]):
 
 def _content(conversation: Sequence[Message]) -> bytes:
     """The same for conversations that differ in white space alone."""
-    said = [[str(m["role"]), " ".join(str(m["content"]).split()), m.get("tool_calls")] for m in conversation]
+    said = [[str(m["role"]), told_apart(m["content"]), m.get("tool_calls")] for m in conversation]
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).digest()

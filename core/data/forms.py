@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from .images import KEYS, PLACE, image_of
 from .skipped import Unusable
 
 Message = dict[str, Any]
@@ -27,8 +29,8 @@ class Conversation(list[Message]):
         """The assistant turns, by number, that were cut short: they have no end to learn."""
 
 
-def conversation_of(record: Any) -> Conversation:
-    """The conversation that a record holds. Raises `Unusable`."""
+def conversation_of(record: Any, folder: Path | None = None) -> Conversation:
+    """The conversation that a record holds; `folder` is where images with relative paths may lie. Raises `Unusable`."""
     if isinstance(record, Unusable):
         raise record
     if isinstance(record, str):
@@ -40,6 +42,7 @@ def conversation_of(record: Any) -> Conversation:
     if not isinstance(turns, list):
         raise Unusable("no list of turns", f"found {turns!r:.100}")
     messages = [_message(turn, i) for i, turn in enumerate(turns)]
+    _place_images(messages, fields.get("images") or fields.get("image"), folder)
     finish, answers = fields.get("finish"), sum(m["role"] == "assistant" for m in messages)
     told = finish if isinstance(finish, list) and len(finish) == answers else ()  # as `foredraft regenerate` writes it
     return Conversation(messages, _tools(fields.get("tools")), (i for i, why in enumerate(told) if why == "length"))
@@ -86,24 +89,59 @@ def _message(turn: Any, number: int) -> Message:
     return {"role": known, "content": _text("" if content is None else content, number), **extra}
 
 
-def _text(content: Any, number: int) -> str:
-    """Content as text; of OpenAI's list of parts, the texts joined."""
+def _text(content: Any, number: int) -> Any:
+    """Content as text; of OpenAI's list of parts, the texts joined, or the list where there are images among them."""
     if isinstance(content, list):
-        texts: list[str] = []
-        for part in content:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            if not isinstance(text, str):
-                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise Unusable(f"a content part of type '{kind}', which is no text", f"in turn {number}")
-            texts.append(text)
-        content = "".join(texts)
-    if not isinstance(content, str):
+        parts = [_part(part, number) for part in content]
+        content = parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+    if not isinstance(content, str | list):
         raise Unusable(f"content of type {type(content).__name__}, which is no text", f"{content!r:.100} in turn {number}")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise Unusable("text that is no Unicode", f"{error} in turn {number}") from error
+    for text in [content] if isinstance(content, str) else [part.get("text", "") for part in content]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise Unusable("text that is no Unicode", f"{error} in turn {number}") from error
     return content
+
+
+def _part(part: Any, number: int) -> dict[str, Any]:
+    """`{"type": "text", "text"}`, or `{"type": "image", "image"}`: what it was given, None where the record's `images` are meant."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and kind in ("image", "image_url"):
+        return {"type": "image", "image": next((part[key] for key in KEYS if part.get(key) is not None), None)}
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise Unusable(f"a content part of type '{kind or type(part).__name__}', which is no text and no image", f"in turn {number}")
+    return {"type": "text", "text": text}
+
+
+def _place_images(messages: list[Message], given: Any, folder: Path | None) -> None:
+    """Put a record's own images (TRL's `images`, LLaVA's `image`) where its turns have a place for them, and look all of them up.
+
+    Places are parts without an image, else the word `<image>` in a text; without either, images open the first user turn.
+    """
+    rest = list(given) if isinstance(given, list | tuple) else [given] if given is not None else []
+    places = [p for m in messages if isinstance(m["content"], list) for p in m["content"] if p["type"] == "image" and p["image"] is None]
+    if rest and not places:
+        for message in (m for m in messages if isinstance(m["content"], str) and PLACE in m["content"]):
+            first, *others = message["content"].split(PLACE)
+            parts = [first, *(part for text in others for part in (None, text))]
+            message["content"] = [{"type": "image", "image": None} if p is None else {"type": "text", "text": p} for p in parts if p != ""]
+            places += [p for p in message["content"] if p["type"] == "image"]
+    if rest and not places and (user := next((m for m in messages if m["role"] == "user"), None)) is not None:
+        told = user["content"] if isinstance(user["content"], list) else [{"type": "text", "text": user["content"]}]
+        places = [{"type": "image", "image": None} for _ in rest]
+        user["content"] = [*places, *told]
+    if len(rest) != len(places):
+        raise Unusable("images that do not match their places", f"{len(rest)} images, {len(places)} places in the turns")
+    for place, image in zip(places, rest, strict=True):
+        place["image"] = image
+    for number, message in enumerate(messages):
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] == "image" and message["role"] == "assistant":
+                raise Unusable("an image in an assistant turn, which no target writes", f"in turn {number}")
+            if part["type"] == "image":
+                part["image"] = image_of(part["image"], folder, f"turn {number}")
 
 
 def _call(call: Any, number: int) -> Any:

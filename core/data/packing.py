@@ -4,22 +4,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from safetensors.torch import save
 
 from ..errors import ForedraftError
 from .conversations import Conversations
 from .render import Rendered, Renderer
+from .template import Reader
 
 
-def pack(
-    conversations: Conversations | Sequence[Any] | Dataset, tokenizer: PreTrainedTokenizerBase, length: int, *, strict: bool = False
-) -> Dataset:
+def pack(conversations: Conversations | Sequence[Any] | Dataset, tokenizer: Reader, length: int, *, strict: bool = False) -> Dataset:
     """Conversations as packed rows: a `datasets.Dataset` with `input_ids`, `documents`, `spans` (each [length]) and `row`.
 
     `documents` numbers the documents of a row, -1 is padding. `spans` numbers the assistant turns of a row, -1 elsewhere. A
     conversation longer than `length` is cut at its end. Conversations without assistant tokens are dropped; the
     dataset's `info.description` counts them. A list of message lists or of records, or a `datasets.Dataset`, is read as
     `Conversations.of` does. What the chat template refuses is skipped with a warning, or an error if `strict`.
+
+    A conversation with images, for which `tokenizer` must be the target's processor, is a row of its own, and has `pixels`: what the
+    target reads beside the ids, as safetensors.
 
     Raises `ForedraftError` if nothing is left to train on.
     """
@@ -32,6 +34,8 @@ def pack(
             f"within its first {length} tokens.\n  See what is supervised with `foredraft preview`; `foredraft regenerate` answers prompts"
         )
     rows = _fill(rendered, length)
+    if any(r.pixels for r in rendered):
+        rows = [{"pixels": None, **row} for row in rows]
     dataset = Dataset.from_list([{**row, "row": i} for i, row in enumerate(rows)])
     dropped, cut = len(conversations) - len(rendered), sum(len(r.ids) > length for r in rendered)
     dataset.info.description = (
@@ -41,17 +45,20 @@ def pack(
     return dataset
 
 
-def _fill(rendered: Sequence[Rendered], length: int) -> list[dict[str, list[int]]]:
+def _fill(rendered: Sequence[Rendered], length: int) -> list[dict[str, Any]]:
     """First fit in order, over the rows that still have room: keeps the order nearly, wastes little."""
-    rows: list[dict[str, list[int]]] = []
-    open_rows: list[dict[str, list[int]]] = []
+    rows: list[dict[str, Any]] = []
+    open_rows: list[dict[str, Any]] = []
     for r in rendered:
         ids, spans = r.ids[:length], r.spans[:length]
-        row = next((o for o in open_rows if len(o["input_ids"]) + len(ids) <= length), None)
+        row = None if r.pixels else next((o for o in open_rows if len(o["input_ids"]) + len(ids) <= length), None)
         if row is None:
             row = {"input_ids": [], "documents": [], "spans": []}
             rows.append(row)
-            open_rows = [*open_rows[-31:], row]
+            if r.pixels:
+                row["pixels"] = save({name: value.contiguous() for name, value in r.pixels.items()})
+            else:
+                open_rows = [*open_rows[-31:], row]
         document = row["documents"][-1] + 1 if row["documents"] else 0
         first = max(row["spans"], default=-1) + 1
         row["input_ids"] += ids

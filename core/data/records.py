@@ -32,6 +32,12 @@ def read_records(source: str | Path, split: str = "train") -> Iterator[Named]:
         raise ForedraftError(f"data '{source}' could not be read: {type(cause).__name__}: {str(cause)[:500]}") from error
 
 
+def folder_of(source: str | Path) -> Path | None:
+    """Where images that a source names by relative paths may lie: in its folder; None of a source that is not local."""
+    path = Path(source).expanduser()
+    return path if path.is_dir() else path.parent if path.exists() or glob.has_magic(str(source)) else None
+
+
 def is_turns(value: Any) -> bool:
     """Whether a list is a conversation, not a list of records."""
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value)
@@ -129,8 +135,24 @@ def _parse(text: bytes) -> Any:
 
 
 def rows_of(source: str, rows: Iterable[Any]) -> Iterator[Named]:
-    """The rows of a `datasets.Dataset`. Arrow gives every object the keys of all the others: those without a value go."""
+    """The rows of a `datasets.Dataset`. Arrow gives every object the keys of all the others: those without a value go.
+
+    Images stay as they are kept, to be decoded where they are used.
+    """
+    rows = _undecoded(rows)
     yield from ((f"{source}, record {i}", _without_nulls(row)) for i, row in enumerate(rows))
+
+
+def _undecoded(rows: Any) -> Any:
+    """A `datasets.Dataset` whose columns of images give `{"bytes", "path"}`."""
+    import datasets
+
+    for name, kind in dict(getattr(rows, "features", None) or {}).items():
+        if isinstance(kind, datasets.Image):
+            rows = rows.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(inner := getattr(kind, "feature", None), datasets.Image):
+            rows = rows.cast_column(name, type(kind)(type(inner)(decode=False)))
+    return rows
 
 
 def _without_nulls(value: Any) -> Any:

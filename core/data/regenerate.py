@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from ..errors import ForedraftError
 from ..progress import Progress
 from .conversations import Conversations
-from .forms import Conversation, Message
+from .forms import Conversation, Message, conversation_of
+from .images import text_of, told_apart, written
 from .sampling import SeededChoice
 from .skipped import Skipped, Unusable, logger
-from .template import prompt_ids
+from .template import Reader, prompt_inputs, tokenizer_of
 
 # Conversations sorted by length inside a window of this many batches: little padding, and the output stays close to the input's order.
 WINDOW = 16
@@ -23,7 +25,7 @@ WINDOW = 16
 
 def regenerate(
     target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Reader,
     conversations: Conversations,
     out: str | Path,
     *,
@@ -88,9 +90,9 @@ def resume(out: Path, conversations: Conversations) -> set[int]:
         try:
             row = json.loads(line)
             index = row["index"]
-            asked = _asked(row["messages"])
+            asked = _asked(conversation_of(row))
             same = asked == _asked(conversations[index])[: len(asked)]  # the rest may have been beyond max_prompt_tokens
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, Unusable) as error:
             raise ForedraftError(
                 f"{out}, line {number} was not written by `foredraft regenerate` for this data: {error!r}; name another file"
             ) from error
@@ -106,12 +108,12 @@ def resume(out: Path, conversations: Conversations) -> set[int]:
 
 
 def _asked(messages: list[Message]) -> list[Any]:
-    return [m["content"] for m in messages if m["role"] != "assistant"]
+    return [told_apart(m["content"]) for m in messages if m["role"] != "assistant"]
 
 
 def _batches(todo: list[int], conversations: Conversations, size: int) -> Iterator[list[int]]:
     for start in range(0, len(todo), size * WINDOW):
-        window = sorted(todo[start : start + size * WINDOW], key=lambda i: sum(len(str(m["content"])) for m in conversations[i]))
+        window = sorted(todo[start : start + size * WINDOW], key=lambda i: sum(len(text_of(m["content"])) for m in conversations[i]))
         yield from (window[s : s + size] for s in range(0, len(window), size))
 
 
@@ -136,7 +138,7 @@ class Dialogue:
         """What is written: up to the last answer."""
         last = max(i for i, m in enumerate(self.said) if m["role"] == "assistant")
         return {
-            "messages": self.said[: last + 1],
+            "messages": [{**m, "content": written(m["content"])} for m in self.said[: last + 1]],
             "index": self.index,
             "finish": self.finish,
             **({"tools": self.said.tools} if self.said.tools else {}),
@@ -146,8 +148,9 @@ class Dialogue:
 class _Answering:
     """Answers batches turn by turn; conversations with fewer turns leave their batch earlier."""
 
-    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str, settings: dict[str, Any]):
-        self.target, self.tokenizer, self.source, self.settings = target, tokenizer, source, settings
+    def __init__(self, target: PreTrainedModel, reader: Reader, source: str, settings: dict[str, Any]):
+        self.target, self.reader, self.source, self.settings = target, reader, source, settings
+        self.tokenizer = tokenizer_of(reader)
         self.skipped, self.answers, self.cut = Skipped(), 0, 0
 
     def batch(self, conversations: dict[int, Conversation]) -> list[dict[str, Any]]:
@@ -155,25 +158,27 @@ class _Answering:
         dialogues = [Dialogue(i, c) for i, c in conversations.items()]
         speaking = dialogues
         while speaking:
-            prompts = {d: ids for d in speaking if (ids := self._prompt(d)) is not None}
-            answers = self._generate(prompts) if prompts else []
-            speaking = [d for d, (text, finish) in zip(prompts, answers, strict=True) if self._take(d, text, finish)]
+            prompts = {d: inputs for d in speaking if (inputs := self._prompt(d)) is not None}
+            plain = {d: inputs for d, inputs in prompts.items() if len(inputs) == 1}
+            seeing = [{d: inputs} for d, inputs in prompts.items() if len(inputs) > 1]  # what is read beside ids has no padding: one by one
+            answers = {d: answer for some in ([plain] if plain else []) + seeing for d, answer in self._generate(some).items()}
+            speaking = [d for d in prompts if self._take(d, *answers[d])]
         return [d.row() for d in dialogues if d.finish]
 
-    def _prompt(self, dialogue: Dialogue) -> list[int] | None:
+    def _prompt(self, dialogue: Dialogue) -> dict[str, Tensor] | None:
         most = self.settings["max_prompt_tokens"]
         try:
             if not dialogue.ask():
                 if not dialogue.finish:
                     raise Unusable("no user turn to answer")
                 return None
-            ids = prompt_ids(self.tokenizer, dialogue.said)
-            if len(ids) > most:
-                raise Unusable(f"a prompt beyond {most} tokens", f"{len(ids)} tokens")
+            inputs = prompt_inputs(self.reader, dialogue.said)
+            if (count := inputs["input_ids"].shape[1]) > most:
+                raise Unusable(f"a prompt beyond {most} tokens", f"{count} tokens")
         except Unusable as reason:
             self._skip(dialogue, reason)
             return None
-        return ids
+        return inputs
 
     def _take(self, dialogue: Dialogue, text: str, finish: str) -> bool:
         if not text.strip():
@@ -188,13 +193,15 @@ class _Answering:
         self.skipped.add(f"{self.source}, conversation {dialogue.index}, answer {len(dialogue.finish)}", reason)
 
     @torch.no_grad()
-    def _generate(self, prompts: dict[Dialogue, list[int]]) -> list[tuple[str, str]]:
-        """An answer's text and why it ended, `stop` or `length`, for each prompt."""
+    def _generate(self, prompts: dict[Dialogue, dict[str, Tensor]]) -> dict[Dialogue, tuple[str, str]]:
+        """An answer's text and why it ended, `stop` or `length`, for each prompt; a prompt with images comes alone."""
         target, settings = self.target, self.settings
-        width = max(map(len, prompts.values()))
+        texts = [inputs["input_ids"][0].tolist() for inputs in prompts.values()]
+        images = {name: t.to(target.device) for inputs in prompts.values() for name, t in inputs.items() if name != "input_ids"}
+        width = max(map(len, texts))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
-        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts.values()], device=target.device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts.values()], device=target.device)
+        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in texts], device=target.device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in texts], device=target.device)
         choice = LogitsProcessorList()
         if settings["temperature"]:
             keys = [f"{settings['seed']}/{dialogue.index}/{len(dialogue.finish)}" for dialogue in prompts]
@@ -206,13 +213,14 @@ class _Answering:
             pad_token_id=pad,
             do_sample=False,
             logits_processor=choice,
+            **images,
         )
         ends = target.generation_config.eos_token_id
         ends = set(ends if isinstance(ends, list) else [ends])
-        answers = []
-        for row in out[:, width:].tolist():
+        answers = {}
+        for dialogue, row in zip(prompts, out[:, width:].tolist(), strict=True):
             stop = next((n for n, token in enumerate(row) if token in ends), None)
             text = self.tokenizer.decode(row[:stop], skip_special_tokens=True)
             # A cut may leave the first bytes of a character, which decode to this sign.
-            answers.append((text, "stop") if stop is not None else (text.rstrip("\ufffd"), "length"))
+            answers[dialogue] = (text, "stop") if stop is not None else (text.rstrip("\ufffd"), "length")
         return answers

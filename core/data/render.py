@@ -4,14 +4,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
 
 from ..errors import ForedraftError
 from .conversations import Conversations
 from .forms import Conversation, Message, conversation_of
+from .images import images_in
 from .skipped import Skipped, Unusable
-from .template import Template
+from .template import TEXTUAL, Reader, Template
 
 # Of a long text so many characters behind the last token that is wanted are read too, and again as many to see that they do not matter.
 MARGIN = 4096
@@ -24,19 +26,21 @@ class Rendered:
     ids: list[int]
     spans: list[int]
     """Per token the number of the assistant turn it belongs to (its end-of-turn token included), -1 elsewhere."""
+    pixels: dict[str, Tensor] | None = None
+    """Where there are images, what the target reads beside `ids`, by its arguments' names."""
 
 
 class Renderer:
-    """Renders conversations with a tokenizer's chat template.
+    """Renders conversations with the chat template of a tokenizer or, where they hold images, of a processor.
 
     The assistant's spans come from the template's `{% generation %}` tags where it has them; else from rendering prefixes of the
     conversation: what a turn adds to the prompt that asks for it is that turn's span. Tokens across a border are not supervised, nor
     are empty turns, nor the end of turns that were cut short.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
-        self.template = Template(tokenizer)
+    def __init__(self, reader: Reader):
+        self.template = Template(reader)
+        tokenizer = self.tokenizer = self.template.tokenizer
         # all_special_ids holds the named ones (eos, pad ...) only; an end-of-turn token need not be among them.
         self.special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
         if not tokenizer.is_fast:
@@ -49,14 +53,14 @@ class Renderer:
         conversation = messages if isinstance(messages, Conversation) else conversation_of(list(messages))
         try:
             text = self.template.text(conversation, conversation.tools)
-            tokens = self._encode(text, length)
+            tokens = self._seen(text, conversation, length) if images_in(conversation) else self._encode(text, length)
             spans = [-1] * len(tokens.ids)
             for turn, inside in self._by_tags(conversation, tokens) if self.template.tagged else self._by_prefixes(conversation, tokens):
                 for n in inside:
                     spans[n] = turn
         except Unusable as reason:
             raise Unusable(reason.kind, f"{reason.detail}\n{_show(conversation)}") from reason
-        return Rendered(tokens.ids, spans)
+        return Rendered(tokens.ids, spans, tokens.pixels)
 
     def render_all(self, conversations: Conversations, length: int | None = None, *, strict: bool = False) -> tuple[list[Rendered], int]:
         """All that have something to supervise within `length` tokens, and the number of those that have not.
@@ -133,6 +137,29 @@ class Renderer:
         ids, offsets = self._tokenized(text)
         return _Tokens(text, ids[:length], offsets[:length])
 
+    def _seen(self, text: str, conversation: Conversation, length: int | None) -> "_Tokens":
+        """The tokens of a text with images. Those of an image are as wide as nothing, where its place in the text ends.
+
+        Raises `Unusable` where an image is not whole within `length`.
+        """
+        made = self.template.inputs(text, conversation)
+        (ids,), (offsets,) = made.pop("input_ids").tolist(), made.pop("offset_mapping").tolist()
+        (filled,) = made.pop("text_replacement_offsets")
+        at, shift, back = 0, 0, []
+        for start, end in offsets:
+            while at < len(filled) and start >= filled[at]["new_span"][1]:
+                shift, at = filled[at]["new_span"][1] - filled[at]["span"][1], at + 1
+            inside = at < len(filled) and end > filled[at]["new_span"][0]
+            back.append((filled[at]["span"][1],) * 2 if inside else (start - shift, end - shift))
+        pixels = {name: value for name, value in made.items() if isinstance(value, Tensor) and name not in TEXTUAL}
+        length = len(ids) if length is None else length
+        if any(start == end for start, end in back[length:]):
+            raise Unusable(
+                f"an image that ends beyond {length} tokens", f"the conversation has {len(ids)}: raise max_length, or shrink images"
+            )
+        row = {name: value[:, :length] if value.shape == (1, len(ids)) else value for name, value in pixels.items()}
+        return _Tokens(text, ids[:length], back[:length], row)
+
     def _tokenized(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], encoded["offset_mapping"]
@@ -141,8 +168,8 @@ class Renderer:
 class _Tokens:
     """Ids of a text, or of its beginning, and where each starts and ends in it."""
 
-    def __init__(self, text: str, ids: list[int], offsets: list[tuple[int, int]]):
-        self.text, self.ids = text, ids
+    def __init__(self, text: str, ids: list[int], offsets: list[tuple[int, int]], pixels: dict[str, Any] | None = None):
+        self.text, self.ids, self.pixels = text, ids, pixels
         self.starts, self.ends = [start for start, _ in offsets], [end for _, end in offsets]
         self.reach = self.ends[-1] if offsets else 0
 

@@ -6,20 +6,32 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..errors import ForedraftError
 from .forms import Conversation, Message
+from .images import images_in, opened, text_of
 from .skipped import Unusable
+
+Reader: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+"""What turns conversations into a target's inputs: its tokenizer or, where there are images, its processor."""
+
+
+TEXTUAL = ("attention_mask", "offset_mapping")
+"""What a processor says beside a target's inputs; prompts are not padded."""
 
 
 class Template:
-    """The chat template of a tokenizer. Raises `ForedraftError` if there is none."""
+    """The chat template of a tokenizer or processor. Raises `ForedraftError` if there is none."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, reader: Reader):
+        self.processor: Any = reader if isinstance(reader, ProcessorMixin) else None
+        tokenizer: Any = tokenizer_of(reader)
         if not tokenizer.chat_template:
             raise ForedraftError(
                 "the target's tokenizer has no chat template: give one (chat_template: a file or its text), "
@@ -31,12 +43,12 @@ class Template:
 
     def text(self, messages: Sequence[Message], tools: list[Any] | None = None, prompt: bool = False) -> str:
         """The conversation; with `prompt`, up to where the assistant's next turn begins. Raises `Unusable` where the template does."""
-        return _apply(self.tokenizer, self._with_calls(messages), tools=tools, tokenize=False, add_generation_prompt=prompt)
+        return _apply(self.tokenizer, self._shown(messages), tools=tools, tokenize=False, add_generation_prompt=prompt)
 
     def tags(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[tuple[int, int]]:
         """From which character to which the template marks the text as the assistant's."""
         _, [tagged] = render_jinja_template(
-            [self._with_calls(messages)],
+            [self._shown(messages)],
             tools=tools,
             chat_template=self.tokenizer.get_chat_template(None, tools),
             return_assistant_tokens_mask=True,
@@ -57,6 +69,41 @@ class Template:
         eos = str(self.tokenizer.eos_token or "")
         one, two = (self.text(turns[:n]) for n in (1, 2))
         return eos if one.endswith(eos) and not two.startswith(one) and two.startswith(one.removesuffix(eos)) else ""
+
+    def inputs(self, text: str, messages: Sequence[Message]) -> dict[str, Any]:
+        """What the processor makes of a rendered conversation with images: tensors of one row, places of images filled.
+
+        Beside them `offset_mapping`, in the filled text, and `text_replacement_offsets`. Raises `Unusable` where it refuses.
+        """
+        if self.processor is None:
+            raise Unusable("images, which a tokenizer does not read", "load the target's processor: AutoProcessor.from_pretrained(target)")
+        asked = {"add_special_tokens": False, "return_offsets_mapping": True, "return_text_replacement_offsets": True}
+        try:
+            return dict(self.processor(text=[text], images=[[*map(opened, images_in(messages))]], return_tensors="pt", **asked))
+        except Unusable:
+            raise
+        except Exception as error:  # whatever a processor raises
+            raise Unusable("the target's processor refuses it", f"{type(error).__name__}: {error}") from error
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages in the form that the template takes."""
+        return [{**m, "content": self._content(m["content"])} for m in self._with_calls(messages)]
+
+    def _content(self, content: Any) -> Any:
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}] if self._of_parts else content
+        return [{"type": "image"} if part["type"] == "image" else part for part in content]
+
+    @cached_property
+    def _of_parts(self) -> bool:
+        """Whether the template shows content as a list of parts alone, as many of those that know images do."""
+        for content in ("some words", [{"type": "text", "text": "some words"}]):
+            try:
+                if "some words" in _apply(self.tokenizer, [{"role": "user", "content": content}], tokenize=False):
+                    return not isinstance(content, str)
+            except Unusable:
+                continue
+        return False
 
     def _with_calls(self, messages: Sequence[Message]) -> list[Message]:
         """Tool calls in the form that the template takes."""
@@ -80,10 +127,30 @@ class Template:
         return None
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """The ids that ask for the next assistant turn. Raises `Unusable` if the chat template refuses the messages."""
-    text = Template(tokenizer).text(messages, messages.tools if isinstance(messages, Conversation) else None, prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+def tokenizer_of(reader: Reader) -> Any:
+    """The tokenizer; that of a processor renders by the processor's chat template."""
+    if not isinstance(reader, ProcessorMixin):
+        return reader
+    tokenizer: Any = reader.tokenizer
+    tokenizer.chat_template = reader.chat_template or tokenizer.chat_template
+    return tokenizer
+
+
+def prompt_inputs(reader: Reader, messages: Sequence[Message]) -> dict[str, Tensor]:
+    """What asks a target for the next assistant turn: `input_ids` [1, L], and of images what its processor makes of them.
+
+    Without a chat template the plain text. Raises `Unusable` if template or processor refuse the messages.
+    """
+    tokenizer = tokenizer_of(reader)
+    if not tokenizer.chat_template:
+        ids = tokenizer("\n".join(text_of(m["content"]) for m in messages))["input_ids"]
+        return {"input_ids": torch.tensor([ids])}
+    template = Template(reader)
+    text = template.text(messages, messages.tools if isinstance(messages, Conversation) else None, prompt=True)
+    if not images_in(messages):
+        return {"input_ids": torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])}
+    made = template.inputs(text, messages)
+    return {name: value for name, value in made.items() if isinstance(value, Tensor) and name not in TEXTUAL}
 
 
 def with_template(

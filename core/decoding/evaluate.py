@@ -1,7 +1,7 @@
 """Measures a draft: τ, acceptance per position, and speed against plain decoding of the same prompts in the same run."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..contracts.algorithm import DrafterBase, tokens_to_draft
-from ..data import Conversation, Skipped, Unusable, conversation_of, prompt_ids, read_records
+from ..data import Conversation, Reader, Skipped, Unusable, conversation_of, prompt_inputs, read_records, tokenizer_of
+from ..data.images import images_in
+from ..data.records import folder_of
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from .generate import algorithm_and_draft, generate
@@ -57,12 +59,12 @@ def load_prompts(file: str | Path, limit: int | None = None, *, strict: bool = F
     Records without a question are skipped, with a warning. Raises `ForedraftError` at the first one if `strict`, and if no prompt is there.
     """
     prompts: list[Prompt] = []
-    skipped = Skipped(strict)
+    skipped, folder = Skipped(strict), folder_of(file)
     for where, record in read_records(file):
         if len(prompts) == limit:
             break
         try:
-            prompts.append(_prompt(record))
+            prompts.append(_prompt(record, folder))
         except Unusable as reason:
             skipped.add(where, reason)
     if not prompts:
@@ -71,8 +73,13 @@ def load_prompts(file: str | Path, limit: int | None = None, *, strict: bool = F
     return prompts
 
 
-def _prompt(record: Any) -> Prompt:
-    conversation = conversation_of(record)
+def have_images(prompts: Iterable[Prompt]) -> bool:
+    """Whether any of them does, so that the target's processor is needed."""
+    return any(map(images_in, prompts))
+
+
+def _prompt(record: Any, folder: Path | None) -> Prompt:
+    conversation = conversation_of(record, folder)
     users = [i for i, message in enumerate(conversation) if message["role"] == "user"]
     if not users:
         raise Unusable("no user turn to answer")
@@ -80,17 +87,15 @@ def _prompt(record: Any) -> Prompt:
     return Conversation(conversation[: asked + 1], conversation.tools)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: Any = "cpu") -> Tensor:
-    """A prompt's ids [1, L], by the chat template (plain text where the tokenizer has none)."""
-    plain = "\n".join(m["content"] for m in prompt)
-    ids = prompt_ids(tokenizer, prompt) if tokenizer.chat_template else tokenizer(plain)["input_ids"]
-    return torch.tensor([ids], device=device)
+def encode(reader: Reader, prompt: Prompt, device: Any = "cpu") -> dict[str, Tensor]:
+    """What asks the target for an answer, see `prompt_inputs`, for `generate`: the ids as `input_ids` [1, L], images if there are any."""
+    return {name: value.to(device) for name, value in prompt_inputs(reader, prompt).items()}
 
 
 def evaluate(
     target: PreTrainedModel,
     draft: BaseDraft | DrafterBase | str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Reader,
     prompts: Sequence[Prompt],
     *,
     num_draft_tokens: int | None = None,
@@ -104,21 +109,22 @@ def evaluate(
     """Generate for every prompt with the draft and, with `baseline`, without it, in turn, so that both meet the same machine.
 
     `draft` and `tree` as in `generate`. τ is micro-averaged over all prompts. `temperature` 0 is greedy; `progress`, if given, is
-    called after each prompt. Raises what `generate` raises, and `ForedraftError` for prompts that are no lists of messages.
+    called after each prompt. Prompts with images need the target's processor as `tokenizer`. Raises what `generate` raises, and
+    `ForedraftError` for prompts that are no lists of messages.
     """
     _check_prompts(prompts)
     algorithm, _ = algorithm_and_draft(draft)
     num_draft_tokens = tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
-    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id or 0, **sampling(temperature)}
+    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer_of(tokenizer).pad_token_id or 0, **sampling(temperature)}
     stats, different = DraftingStats(), []
     drafted, plain = _Timed(partial(generate, target, draft, num_draft_tokens=num_draft_tokens, tree=tree)), _Timed(target.generate)
     asked = [encode(tokenizer, prompt, target.device) for prompt in prompts]  # what the chat template refuses is told before hours of work
     for timed in (drafted, plain):
-        timed.run(asked[0], attention_mask=torch.ones_like(asked[0]), **{**settings, "max_new_tokens": 8})
-    for number, ids in enumerate(asked):
+        timed.run(**asked[0], attention_mask=torch.ones_like(asked[0]["input_ids"]), **{**settings, "max_new_tokens": 8})
+    for number, inputs in enumerate(asked):
         torch.manual_seed(seed + number)
-        text = drafted(ids, stats=stats, **settings)
-        if baseline and not torch.equal(plain(ids, **settings), text) and not temperature:
+        text = drafted(inputs, stats=stats, **settings)
+        if baseline and not torch.equal(plain(inputs, **settings), text) and not temperature:
             different.append(number)
         if progress is not None:
             progress(number + 1, stats)
@@ -157,11 +163,10 @@ class _Timed:
     tokens: int = 0
     seconds: float = 0.0
 
-    def __call__(self, ids_1L: Tensor, **settings: Any) -> Tensor:
-        start = time.perf_counter()
-        out: Tensor = self.run(
-            ids_1L, attention_mask=torch.ones_like(ids_1L), **settings
-        )  # else transformers hides what looks like padding
+    def __call__(self, inputs: Mapping[str, Tensor], **settings: Any) -> Tensor:
+        start, ids_1L = time.perf_counter(), inputs["input_ids"]
+        # Without a mask transformers hides what looks like padding.
+        out: Tensor = self.run(**inputs, attention_mask=torch.ones_like(ids_1L), **settings)
         self.seconds += time.perf_counter() - start
         self.tokens += out.shape[1] - ids_1L.shape[1]
         return out

@@ -35,6 +35,7 @@ def generate(
     `draft` is a draft model or, where an algorithm needs none (prompt lookup), the algorithm or its name. Streamer, logits
     processors, sampling, stopping criteria and `stop_strings` are those of transformers and asked at every token, as without a
     draft; no beams, batches, padding or filled caches.
+    Images come as `target.generate` takes them: all that its processor makes of a prompt, by name.
     `num_draft_tokens` are drafted per pass of the target, as a chain (default: all that the draft makes at once, else 4); with
     `tree`, a tree of that shape in their place. `stats` collects what was accepted.
 
@@ -59,7 +60,11 @@ def generate(
             raise ForedraftError("stop_strings need the tokenizer: generate(..., stop_strings=..., tokenizer=tokenizer)")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
     loop = DecodingLoop(algorithm, model, num_draft_tokens, tree, stats if stats is not None else DraftingStats(), streamer)
-    return target.generate(input_ids, custom_generate=loop, stopping_criteria=criteria, streamer=streamer, **kwargs)
+    try:
+        return target.generate(input_ids, custom_generate=loop, stopping_criteria=criteria, streamer=streamer, **kwargs)
+    finally:
+        if model is not None:
+            model.places_CBL = None  # of this text
 
 
 def algorithm_and_draft(draft: BaseDraft | DrafterBase | str) -> tuple[DrafterBase, BaseDraft | None]:

@@ -63,6 +63,8 @@ class DecodingLoop:
         capture = nullcontext() if self.draft is None else AuxCapture(model, self.draft.config.aux_layers)
         with grouped_attention(model), capture as captured:
             outputs = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
+            if self.draft is not None and captured is not None:
+                self.draft.places_CBL = captured.places_CBS
             seen = list(range(input_ids.shape[1]))  # rows of the latest pass that are text
             rows, finished = self._follow(DraftTree([], []), outputs)
             keep_rows(cache, rows, 1)

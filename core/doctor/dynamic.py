@@ -96,7 +96,7 @@ class Runner:
         draft = open_draft(subject.draft.path, path, loading=self.loading, registry=subject.registry)
         if self._read is None:
             tokenizer, target = load_tokenizer(path, self.loading), load_target(path, "auto", self.loading).eval()
-            self._read = target, answers(target, [encode(tokenizer, prompt) for prompt in prompts], NEW_TOKENS, self.show)
+            self._read = target, answers(target, [encode(tokenizer, prompt)["input_ids"] for prompt in prompts], NEW_TOKENS, self.show)
         target, texts = self._read
         draft = draft.to(target.device, target.dtype).eval()
         return Bench(target, draft, texts, self.show, recorded=bool(subject.made)), draft

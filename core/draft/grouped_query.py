@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -42,6 +44,28 @@ class GroupedQueryConfig(DraftConfigMixin, LlamaConfig):
         return fields
 
 
+class Rotary(LlamaRotaryEmbedding):
+    """Llama's; where the config has an `mrope_section` and tokens are placed in several components, each frequency turns by its own."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, Q, d] at positions [B, Q], or [C, B, Q] in components."""
+        if position_ids.ndim == 2:
+            return super().forward(x, position_ids)
+        cos, sin = (torch.stack(parts) for parts in zip(*(super(Rotary, self).forward(x, p) for p in position_ids), strict=True))
+        component_d = self._components(cos.shape[-1] // 2).repeat(2)[: cos.shape[-1]]
+        at = component_d.to(cos.device).expand(1, *cos.shape[1:])
+        return cos.gather(0, at)[0], sin.gather(0, at)[0]
+
+    def _components(self, count: int) -> Tensor:
+        """Of each of `count` frequencies: those of a section side by side (Qwen2-VL), or in turn as far as they go (Qwen3-VL)."""
+        rope: Any = self.config.rope_parameters
+        section = torch.tensor(rope["mrope_section"])
+        if not rope.get("mrope_interleaved"):
+            return torch.arange(len(section)).repeat_interleave(section)
+        channel, turn = torch.arange(count), torch.arange(count) % 3
+        return torch.where(channel < 3 * section[turn], turn, 0)
+
+
 class GroupedQueryDraft(BaseDraft):
     """A Llama-shaped draft: grouped-query attention, RMSNorm, SwiGLU.
 
@@ -52,7 +76,7 @@ class GroupedQueryDraft(BaseDraft):
     config_class = GroupedQueryConfig
     norm_class = LlamaRMSNorm
     mlp_class = LlamaMLP
-    rotary_class = LlamaRotaryEmbedding
+    rotary_class = Rotary
 
     @classmethod
     def architecture_for(cls, spec: DraftSpec) -> str:
@@ -107,7 +131,8 @@ def rope_of(target: PretrainedConfig, head_dim: int) -> dict[str, Any]:
     partial = rope.get("partial_rotary_factor") or getattr(target, "partial_rotary_factor", None) or 1.0
     if kind not in SCALINGS or partial != 1.0 or (short and len(short) != head_dim // 2):
         return {"rope_type": "default", "rope_theta": theta}
-    kept = {**{name: value for name, value in rope.items() if name not in ("partial_rotary_factor", "type")}, "rope_theta": theta}
+    left = ("partial_rotary_factor", "type", "mrope_section", "mrope_interleaved")  # sections: engines refuse them of parallel drafts
+    kept = {**{name: value for name, value in rope.items() if name not in left}, "rope_theta": theta}
     return {**kept, "long_factor": short} if short else kept
 
 

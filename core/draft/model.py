@@ -21,6 +21,7 @@ from ..files.ours import save_draft
 from ..files.tensor_names import TARGET_HEAD
 from ..registry import default_registry
 from ..target.pairing import describe_target
+from ..target.places import places_at
 from ..target.target import Target
 from ..target.weights import matrix_of
 from .attention import GroupedQueryAttention
@@ -75,6 +76,8 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         """Of attention in training, by name, see `kernel_for`."""
         self.regions: Regions = None
         """How parts of it are compiled in training, see `compile`."""
+        self.places_CBL: Tensor | None = None
+        """Where the tokens of the texts at hand are, see `Signal`; None: at their count. Set by whoever runs the target on them."""
         self.post_init()
 
     # What algorithms are written against.
@@ -92,6 +95,17 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
     def backbone(self, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
         """The decoder layers, as the wiring runs them; the state to feed back, [B, Q', D]."""
         return self.algorithm.wiring.backbone(self, embeds_BQD, context_BSD, layout, cache)
+
+    def rotary(self, like: Tensor, positions_BQ: Tensor) -> Any:
+        """The rotary embedding, in `like`'s dtype, of tokens by their count in the text.
+
+        Where the target has them elsewhere, so has the draft, as engines do: in all components if its own RoPE has sections, else in the
+        first of them (vLLM 0.32, `_set_positions`).
+        """
+        if self.places_CBL is None:
+            return self.rotary_emb(like, positions_BQ)
+        places_CBQ = places_at(self.places_CBL.to(positions_BQ.device), positions_BQ)
+        return self.rotary_emb(like, places_CBQ if self.config.rope_parameters.get("mrope_section") else places_CBQ[0])
 
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [B, Q, W]; states may carry what the algorithm's `rider` reads, [B, Q, D + r]."""
@@ -127,7 +141,11 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
 
     def forward(self, batch: Batch, signal: Signal) -> dict[str, Any]:
         """The training step, inside the module so that DDP and FSDP wrap it: `{"loss", "metrics"}`."""
-        step = self.algorithm.loss(self, batch, signal)
+        self.places_CBL = signal.places_CBS
+        try:
+            step = self.algorithm.loss(self, batch, signal)
+        finally:
+            self.places_CBL = None
         return {"loss": step.loss, "metrics": step.metrics}
 
     def compile(self, **options: Any) -> None:

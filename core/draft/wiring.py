@@ -106,7 +106,7 @@ class Fused(_Stack):
     def backbone(self, draft: DraftModel, embeds_BQD: Any, context_BSD: Any, layout: Layout, cache: KeyValueCache | None) -> Tensor:
         """Output at `layout.rows`, [B, Q', D]; embedding and context are those of the same inputs, either may be a `Lookup`."""
         like = embeds_BQD.table_BUX if isinstance(embeds_BQD, Lookup) else embeds_BQD
-        rotary, hidden_BQD = draft.rotary_emb(like, layout.positions), context_BSD
+        rotary, hidden_BQD = draft.rotary(like, layout.positions), context_BSD
         for i, layer in enumerate(draft.layers):
             # The layers below the last work on every input: the next one needs its keys and values.
             rows = layout.rows if i == len(draft.layers) - 1 else None
@@ -179,7 +179,7 @@ class Prefix(_Stack):
 
     def backbone(self, draft: DraftModel, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
         """Output at `layout.rows`, [B, Q', D]. The inputs are the context's S, then the embeddings' Q."""
-        rotary, hidden_BQD = draft.rotary_emb(embeds_BQD, layout.positions), embeds_BQD
+        rotary, hidden_BQD = draft.rotary(embeds_BQD, layout.positions), embeds_BQD
         for i, layer in enumerate(draft.layers):
             # The layers below the last work on every embedding: the next one needs its keys and values.
             rows = layout.rows if layout.rows is not None and i == len(draft.layers) - 1 else embeds_BQD.shape[1]

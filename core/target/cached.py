@@ -7,14 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..contracts.draft import Batch
 from ..contracts.signal import Signal
-from ..data.collate import ends_of, positions_within
+from ..data import Reader, tokenizer_of
+from ..data.collate import ends_of, pixels_of, positions_within
 from ..errors import ForedraftError
 from .fingerprint import Fingerprint, fingerprint_of, weights_of
 from .kept import NAMES, Part
+from .places import places_in
 from .shards import FLOAT8, Form
 from .store import Row, Store
 from .target import Target
@@ -39,12 +41,13 @@ class CachedTarget(Target):
         needs: Sequence[str] = ("aux", "final"),
         *,
         kept: str = "auto",
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Reader | None = None,
     ):
         super().__init__(model, aux_layers, needs)
         if is_sharded(model):
             raise ForedraftError("hidden_states_cache: ranks that share a target run it together, and none could store alone: leave it out")
-        of = fingerprint_of(model.config, weights_of(model), self.aux_layers, needs, model.dtype, tokenizer)
+        spelt = tokenizer and tokenizer_of(tokenizer)
+        of = fingerprint_of(model.config, weights_of(model), self.aux_layers, needs, model.dtype, spelt)
         self.store = store_of(directory, model.config, of, model.dtype, kept)
 
     def fill(self, *rows: Any, batch_size: int = 8, show_progress: bool = True) -> None:
@@ -67,13 +70,15 @@ class CachedTarget(Target):
         device = batch["input_ids"].device
         states = batch.get("states") or {name: t.to(device) for name, t in self.store.states(batch).items()}
         none = torch.empty(*batch["input_ids"].shape, 0, device=device)
-        return Signal(states.get("aux", none), states.get("hidden", none), self.head)
+        places_CBS = places_in(self.model, batch) if "pixels" in batch else None
+        return Signal(states.get("aux", none), states.get("hidden", none), self.head, places_CBS)
 
     def run(self, rows: Sequence[Row], parts: Sequence[Part]) -> Iterator[tuple[Part, Mapping[str, Tensor]]]:
         """The states of some parts of packed rows, by the model."""
         ids, documents = (torch.tensor([list(row[name]) for row in rows]) for name in ("input_ids", "documents"))
         positions = positions_within(documents)
-        signal = super().capture({"input_ids": ids, "positions": positions, "ends": ends_of(positions)})
+        batch = {"input_ids": ids, "documents": documents, "positions": positions, "ends": ends_of(positions)}
+        signal = super().capture({**batch, **pixels_of(rows)})
         states = {"aux": signal.aux_BSA, "hidden": signal.hidden_BST}
         for part in parts:
             yield part, part.cut({name: states[name] for name in self.store.form.widths})

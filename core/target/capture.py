@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import ForedraftError
+from .places import places_of
 from .weights import home_of, own_tensors
 
 
@@ -52,11 +53,21 @@ class AuxCapture:
         self._hooks: list[Any] = []
         self.aux_BSA = torch.empty(0)
         """The concatenated aux states of the latest forward, on `device`, or where the model reads its ids."""
+        self._decoder: Any = decoder_of(model)
+        self._positions: Tensor | None = None
+        self._config = model.config
 
     def __enter__(self) -> "AuxCapture":
         for place, layer in enumerate(self._layers):
             self._hooks.append(layer.register_forward_hook(partial(self._keep, place)))
+        self._hooks.append(self._decoder.register_forward_pre_hook(self._note, with_kwargs=True))
         return self
+
+    @property
+    def places_CBS(self) -> Tensor | None:
+        """Where the latest forward had its tokens, see `Signal`."""
+        found = places_of(self._positions, self._config)
+        return None if found is None else found.to(self._device)
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
@@ -70,3 +81,6 @@ class AuxCapture:
         if place == 0:
             self.aux_BSA = states.new_empty(*shape, len(self._layers) * width, device=self._device)
         self.aux_BSA[..., place * width : (place + 1) * width] = states
+
+    def _note(self, module: Any, arguments: Any, named: Any) -> None:
+        self._positions = named.get("position_ids")

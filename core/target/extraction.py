@@ -11,12 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ..errors import ForedraftError
 from ..serving import Gone, Refused, Server
 from .capture import decoder_of
 from .kept import Part
+from .loading import auto_class
 from .store import Row
 
 
@@ -91,7 +92,7 @@ def final_norm(target: str | Path, config: PretrainedConfig, dtype: torch.dtype)
     Raises `ForedraftError` where it is not found there.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     norms = [m for m in decoder_of(model).children() if getattr(getattr(m, "weight", None), "ndim", 0) == 1]
     names = {id(module): name for name, module in model.named_modules()}
     if norms:

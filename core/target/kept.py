@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +58,7 @@ class Part:
                 states[name][self.row, self.start : self.start + len(self.ids)] = states_nX
 
 
-def parts_of(documents: Any, spans: Any, input_ids: Any, row: int = 0) -> list[Part]:
+def parts_of(documents: Any, spans: Any, input_ids: Any, row: int = 0, pixels: bytes | None = None) -> list[Part]:
     """The parts of one packed row, given as lists or arrays [S]; documents that supervise nothing have none."""
     documents, spans, ids = (np.asarray(values) for values in (documents, spans, input_ids))
     borders = [0, *(np.flatnonzero(documents[1:] != documents[:-1]) + 1).tolist(), len(documents)]
@@ -67,7 +68,7 @@ def parts_of(documents: Any, spans: Any, input_ids: Any, row: int = 0) -> list[P
         if documents[start] < 0 or not len(taught):
             continue
         own = np.ascontiguousarray(ids[start : start + taught[-1] + 1], dtype=np.int64)
-        key = hashlib.blake2b(own.tobytes() + taught.astype(np.int64).tobytes(), digest_size=16).digest()
+        key = hashlib.blake2b(own.tobytes() + taught.astype(np.int64).tobytes() + (pixels or b""), digest_size=16).digest()
         found.append(Part(row, start, own, taught, key))
     return found
 
@@ -75,4 +76,6 @@ def parts_of(documents: Any, spans: Any, input_ids: Any, row: int = 0) -> list[P
 def parts_of_batch(batch: Mapping[str, Any]) -> list[Part]:
     """The parts of every row of a batch."""
     columns = (batch[name].cpu().numpy() for name in ("documents", "spans", "input_ids"))
-    return [part for row, (d, s, ids) in enumerate(zip(*columns, strict=True)) for part in parts_of(d, s, ids, row)]
+    pixels = batch.get("pixels") or [None] * len(batch["input_ids"])
+    seen = [save({name: t.cpu() for name, t in found.items()}) if found else None for found in pixels]  # as packing wrote it
+    return [part for row, values in enumerate(zip(*columns, strict=True)) for part in parts_of(*values, row=row, pixels=seen[row])]

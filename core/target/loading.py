@@ -10,10 +10,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.distributed import DistributedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -22,7 +22,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import find_adapter_config_file
 
 from ..contracts.loading import PLAIN, Loading, Rendering, Repository
-from ..data import with_template
+from ..data import Reader, tokenizer_of, with_template
 from ..errors import ForedraftError
 from ..registry import default_registry
 from .weights import is_settled
@@ -45,15 +45,23 @@ def load_config(name: str, loading: Repository = PLAIN) -> PretrainedConfig:
     return config
 
 
-def load_tokenizer(name: str, loading: Loading = PLAIN) -> PreTrainedTokenizerBase:
-    """The tokenizer of the target in a directory or on the hub. Raises `ForedraftError` if there is none."""
+def load_tokenizer(name: str, loading: Loading = PLAIN, images: bool = False) -> Reader:
+    """The tokenizer of the target in a directory or on the hub, or its processor where `images` are to be read.
+
+    Raises `ForedraftError` if there is none.
+    """
     default_registry()
+    what, auto = ("processor", AutoProcessor) if images else ("tokenizer", AutoTokenizer)
     try:
         _check_there(name)
-        tokenizer = AutoTokenizer.from_pretrained(name, **loading.source)
+        reader = auto.from_pretrained(name, **loading.source)
     except (OSError, ValueError, ImportError) as error:
-        raise ForedraftError(f"the tokenizer of target '{name}' could not be loaded: {error}") from error
-    return with_template(tokenizer, loading.chat_template, loading.template_kwargs) if isinstance(loading, Rendering) else tokenizer
+        raise ForedraftError(f"the {what} of target '{name}' could not be loaded: {error}") from error
+    if images and not hasattr(reader, "image_processor"):
+        raise ForedraftError(f"the data has images, and target '{name}' has no processor for them: found a {type(reader).__name__}")
+    if isinstance(loading, Rendering):
+        with_template(tokenizer_of(reader), loading.chat_template, loading.template_kwargs)
+    return reader
 
 
 def load_target(name: str, dtype: str, loading: Loading = PLAIN, device: str | torch.device = "cpu") -> PreTrainedModel:

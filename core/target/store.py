@@ -121,7 +121,7 @@ class Store:
         rows, tokens, size, missing, to_write = [], 0, 0, 0, 0
         for which, dataset in enumerate(datasets):
             for number, row in enumerate(_plain(dataset)):
-                parts = [p for p in parts_of(row["documents"], row["spans"], row["input_ids"]) if p.key not in seen]
+                parts = [p for p in parts_of(row["documents"], row["spans"], row["input_ids"], 0, row.get("pixels")) if p.key not in seen]
                 there = self.shards.find([p.key for p in parts])[:, 0] >= 0
                 for part, stored in zip(parts, there.tolist(), strict=True):
                     seen[part.key] = True
@@ -164,7 +164,8 @@ class Store:
         with Progress("capturing documents", wanted.documents, wanted.documents - wanted.missing, show_progress) as advance:
             for start in range(0, len(wanted.rows), batch_size):
                 rows = [datasets[which][number] for which, number in wanted.rows[start : start + batch_size]]
-                parts = [part for i, row in enumerate(rows) for part in parts_of(row["documents"], row["spans"], row["input_ids"], i)]
+                columns = ([row[name] for name in ("documents", "spans", "input_ids")] for row in rows)
+                parts = [p for i, values in enumerate(columns) for p in parts_of(*values, row=i, pixels=rows[i].get("pixels"))]
                 stored = self.shards.find([part.key for part in parts])[:, 0] >= 0
                 new = {part.key: part for part, there in zip(parts, stored.tolist(), strict=True) if not there and part.key not in written}
                 for part, states in source(rows, list(new.values())):
@@ -212,7 +213,7 @@ def _check_finite(states: Mapping[str, Tensor], row: Row, part: Part) -> None:
 
 def _plain(dataset: Any) -> Any:
     """Its rows with columns as arrays, if it can give them."""
-    columns = ["input_ids", "documents", "spans"]
+    columns = [name for name in ("input_ids", "documents", "spans", "pixels") if name in getattr(dataset, "column_names", ())]
     return dataset.with_format("numpy", columns=columns) if hasattr(dataset, "with_format") else dataset
 
 

@@ -14,6 +14,7 @@ from ..contracts.signal import Signal
 from ..data.collate import ends_of
 from ..errors import ForedraftError
 from .capture import AuxCapture, decoder_layers, decoder_of, norm_scale
+from .places import stacked
 from .segments import ASKED, by_documents, wanted
 from .sharing import in_turn
 from .weights import home_of, is_sharded, matrix_of, own_tensors, runs_on
@@ -102,12 +103,49 @@ class Target:
         each in turn, and each keeps its own.
         """
         device, shape = batch["input_ids"].device, batch["input_ids"].shape
-        for part, own in in_turn(self.model, {name: batch[name] for name in ("input_ids", "positions", "ends") if name in batch}):
-            states = self._states(part, device)
+        read = ("input_ids", "documents", "positions", "ends", "pixels")
+        for part, own in in_turn(self.model, {name: batch[name] for name in read if name in batch}):
+            *states, places = self._seen(part, device) if "pixels" in part else (*self._states(part, device), None)
             if own:
+                places_CBS = places
                 kept = (s if need in self.needs else s[..., :0] for need, s in zip(("aux", "final"), states, strict=True))
                 aux_BSA, hidden_BST = (s.reshape(*shape, s.shape[-1]).to(device) for s in kept)
-        return Signal(aux_BSA, hidden_BST, self.head)
+        return Signal(aux_BSA, hidden_BST, self.head, places_CBS)
+
+    def _seen(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Aux states, final states and places (see `Signal`) of a batch with images: rows that have some one by one, the others at once."""
+        ids_BS, pixels = batch["input_ids"], batch["pixels"]
+        plain = [b for b, found in enumerate(pixels) if not found]
+        rows: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        if plain:
+            states = self._states({name: batch[name][plain] for name in ("input_ids", "positions")}, device)
+            aux_BSA, final_BST = (s.reshape(len(plain), -1, s.shape[-1]) for s in states)
+            rows = {b: (aux_BSA[i], final_BST[i], None) for i, b in enumerate(plain)}
+        for b in (b for b, found in enumerate(pixels) if found):
+            count = int((batch["documents"][b] >= 0).sum())
+            with AuxCapture(self.model, self.aux_layers, device) as captured:
+                final_1ST = self._final_of(input_ids=ids_BS[b, None, :count], **pixels[b])
+            behind = (0, 0, 0, ids_BS.shape[1] - count)
+            rows[b] = F.pad(captured.aux_BSA[0], behind), F.pad(final_1ST[0], behind), captured.places_CBS
+        aux, final, places = zip(*(rows[b] for b in range(len(pixels))), strict=True)
+        return (
+            torch.stack([a.to(device) for a in aux]),
+            torch.stack([f.to(device) for f in final]),
+            stacked(places, ids_BS.shape[1], device),
+        )
+
+    @torch.no_grad()
+    def _final_of(self, **inputs: Tensor) -> Tensor:
+        """Final states [B, S, T] in a forward of the whole model."""
+        home, final = home_of(self.model), list[Tensor]()
+        given = {n: t.to(home, self.model.dtype if t.is_floating_point() else t.dtype, non_blocking=True) for n, t in inputs.items()}
+        seen = self.decoder.register_forward_hook(lambda module, arguments, out: final.append(out[0]))
+        try:
+            with torch.autocast(home.type, enabled=False):
+                self.model(**given, use_cache=False, logits_to_keep=1)
+        finally:
+            seen.remove()
+        return final[0]
 
     def _states(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
         """Aux states, on `device`, and final states of a batch; both [.., .., width], rows and documents in the batch's order.

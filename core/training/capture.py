@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..data import tokenizer_of
 from ..errors import ForedraftError
 from ..registry import default_registry
 from ..serving import Server
@@ -13,7 +14,7 @@ from ..serving.process import running_engine
 from ..target.cached import CachedTarget, store_of
 from ..target.extraction import Extraction
 from ..target.fingerprint import fingerprint_of, weights_of_files
-from ..target.loading import load_config, load_target, load_tokenizer
+from ..target.loading import load_config, load_target
 from ..target.store import Wanted
 from .checks import check_run, open_start
 from .run import fresh_draft, packed_rows
@@ -31,8 +32,8 @@ def capture(
     if config.hidden_states_cache is None:
         raise ForedraftError("hidden_states_cache: the run names no directory to keep hidden states in")
     arguments = check_run(config)
-    tokenizer = load_tokenizer(config.target, config)
-    sets = [rows for rows in packed_rows(config, tokenizer) if rows is not None]
+    tokenizer, *packed = packed_rows(config)
+    sets: list[Any] = [rows for rows in packed if rows is not None]
     target = load_config(config.target, config)
     draft = open_start(config) if config.draft else fresh_draft(config, target)
     layers, needs = draft.config.aux_layers, draft.algorithm.needs
@@ -41,8 +42,12 @@ def capture(
         kept: Any = {"kept": config.hidden_states_dtype, "tokenizer": tokenizer}
         cached = CachedTarget(model, layers, config.hidden_states_cache, needs, **kept)
         return cached.store.fill(sets, cached.run, batch_size)
+    if any("pixels" in rows.column_names for rows in sets):
+        raise ForedraftError(
+            "the data has images, and engines are given ids alone: leave engine and base_url out, transformers runs the target"
+        )
     dtype = target.dtype if config.target_dtype == "auto" else getattr(torch, config.target_dtype)
-    of = fingerprint_of(target, weights_of_files(config.target), layers, needs, dtype, tokenizer)
+    of = fingerprint_of(target, weights_of_files(config.target), layers, needs, dtype, tokenizer_of(tokenizer))
     store = store_of(config.hidden_states_cache, target, of, dtype, config.hidden_states_dtype)
 
     def by(server: Server) -> Wanted:

@@ -166,9 +166,9 @@ def look_at(config: RunConfig) -> Text | None:
     tokens, share = list[int](), list[int]()
     number: int | None = 0
     try:
-        renderer = Renderer(load_tokenizer(config.target, config))
         for source in sources(config.data.train):
             some = Conversations.load(source, config.data.split, limit=min(SAMPLE, config.data.limit or SAMPLE))
+            renderer = Renderer(load_tokenizer(config.target, config, some.have_images))
             rendered, _ = renderer.render_all(some, config.data.max_length)
             tokens += [len(r.ids) for r in rendered]
             share += [sum(s >= 0 for s in r.spans) for r in rendered]

@@ -89,11 +89,11 @@ def note(config: RunConfig, rows: Dataset, finished: bool) -> None:
 
 
 def digest(rows: Dataset) -> str:
-    """Of what is trained on: tokens and spans."""
+    """Of what is trained on: tokens, spans and images."""
     found = hashlib.sha256()
-    for name in ("input_ids", "spans"):
+    for name in ("input_ids", "spans", *(["pixels"] if "pixels" in rows.column_names else [])):
         for chunk in rows.data.column(name).chunks:
-            for buffer in chunk.flatten().buffers():
+            for buffer in (chunk if name == "pixels" else chunk.flatten()).buffers():
                 found.update(buffer or b"")
     return found.hexdigest()[:16]
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import PretrainedConfig, set_seed
 
 from ..auto import auto_draft
-from ..data import Conversations, pack
+from ..data import Conversations, Reader, pack
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError, gathering
 from ..files.card import public_name
@@ -48,8 +48,7 @@ def train(config: RunConfig) -> Path:
 def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dict[str, Any]) -> Path:
     torch.set_float32_matmul_precision(config.matmul_precision)
     begun = open_start(config) if config.draft else None
-    tokenizer = load_tokenizer(config.target, config)
-    rows, eval_rows = packed_rows(config, tokenizer)
+    tokenizer, rows, eval_rows = packed_rows(config)
     if before and before.get("rows", digest(rows)) != digest(rows):
         raise ForedraftError(
             f"the data packs to other rows than those that '{config.output_dir}' was trained on: it, or how it is rendered, has changed.\n"
@@ -102,14 +101,18 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
     return finished
 
 
-def packed_rows(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
-    """(rows to train on, rows to evaluate on, if any). Raises `ForedraftError` for data that does not fit the target."""
+def packed_rows(config: RunConfig) -> tuple[Reader, Dataset, Dataset | None]:
+    """(the tokenizer or, of images, the processor; rows to train on; rows to evaluate on, if any).
+
+    Raises `ForedraftError` for data that does not fit the target.
+    """
     conversations, held_out = load_split(config.data, config.eval_data)
+    tokenizer = load_tokenizer(config.target, config, conversations.have_images or held_out.have_images)
     rows = pack(conversations, tokenizer, config.data.max_length, strict=config.data.strict)
     eval_rows = pack(held_out, tokenizer, config.data.max_length, strict=config.data.strict) if held_out else None
     print(f"training data: {rows.info.description}", flush=True)
     check_rows(rows, load_config(config.target, config).get_text_config().vocab_size, "the training data")
-    return rows, eval_rows
+    return tokenizer, rows, eval_rows
 
 
 def init(config: RunConfig, with_data: bool) -> str:
@@ -127,8 +130,8 @@ def init(config: RunConfig, with_data: bool) -> str:
         raise ForedraftError("\n".join(problems))
     rows = None
     if with_data:
-        tokenizer = load_tokenizer(config.target, config)
-        rows = pack(load_split(config.data)[0], tokenizer, config.data.max_length)
+        conversations = load_split(config.data)[0]
+        rows = pack(conversations, load_tokenizer(config.target, config, conversations.have_images), config.data.max_length)
     model = load_target(config.target, config.target_dtype, config)
     set_seed(DraftTrainingArguments.seed)
     draft = fresh_draft(config, model.config)

@@ -28,7 +28,7 @@ class OneLayerPerStep(Fused):
         return layers
 
     def backbone(self, draft: Any, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: Any) -> Tensor:
-        layer, rotary = draft.layers[layout.step], draft.rotary_emb(embeds_BQD, layout.positions)
+        layer, rotary = draft.layers[layout.step], draft.rotary(embeds_BQD, layout.positions)
         x_BQX = torch.cat([layer.input_layernorm(embeds_BQD), layer.hidden_norm(context_BSD)], dim=-1)
         return layer.attend(take_rows(context_BSD, layout.rows), x_BQX, rotary, layout.pattern, cache, layout.rows)
 
