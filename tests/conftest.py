@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 # Read once, when the libraries are first imported: not here, for the process that only hands tests to workers needs none of them.
 os.environ.update(
     OMP_NUM_THREADS="1",  # tests run side by side, and start processes of their own
@@ -15,3 +17,9 @@ os.environ.update(
 )
 
 collect_ignore = ["proof"]  # a package of its own, whose suite runs where it is installed
+
+
+@pytest.fixture
+def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`foredraft info` leaves the training step out, which takes seconds to count: TestDescribe and test_readme.py do not."""
+    monkeypatch.setattr("foredraft.cli.describe._step", lambda *_: {})

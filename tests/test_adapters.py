@@ -317,6 +317,7 @@ class TestTarget:
 
 
 class TestTold:
+    @pytest.mark.usefixtures("uncounted")
     @pytest.mark.parametrize(
         ("config", "why"),
         [

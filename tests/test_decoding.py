@@ -65,8 +65,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """A predictable target, and a draft trained on its text: much is accepted, not all."""
     target = predictable_target()
     target.generation_config.eos_token_id = None
-    draft = tiny_draft(target, ttt_steps=5)
-    trainer_of(draft, target, tmp_path_factory.mktemp("pair"), written_rows(target, 16, 24), max_steps=40, logging_steps=40).train()
+    draft = tiny_draft(target, ttt_steps=3)
+    trainer_of(draft, target, tmp_path_factory.mktemp("pair"), written_rows(target, 12, 20), max_steps=30, logging_steps=30).train()
     return target, draft.eval()
 
 
@@ -90,7 +90,7 @@ class TestGreedy:
         eos_after=st.one_of(st.none(), st.integers(0, 16)),
     )
     @example(seed=0, prompt=[5], k=6, size=12, layers=2, norms=(True, True), new=17, eos_after=0)
-    @settings(max_examples=40, deadline=None, derandomize=True)
+    @settings(max_examples=25, deadline=None, derandomize=True)
     def test_is_the_targets_own(
         self, seed: int, prompt: list[int], k: int, size: int | None, layers: int, norms: tuple[bool, bool], new: int, eos_after: int | None
     ) -> None:
@@ -142,7 +142,7 @@ class TestGreedy:
     def test_a_draft_of_another_dtype(self, pair: tuple[Any, Any]) -> None:
         """Drafting in bfloat16 changes what is proposed, not what is said."""
         target, draft = pair
-        half = tiny_draft(target, ttt_steps=5).to(torch.bfloat16).eval()
+        half = tiny_draft(target, ttt_steps=3).to(torch.bfloat16).eval()
         half.load_state_dict(draft.state_dict())
         stats = DraftingStats()
         assert drafted(target, half, PROMPT, stats=stats).tolist() == plain(target, PROMPT).tolist()
@@ -326,7 +326,15 @@ class TestSampling:
         chi_square = float(((observed - expected) ** 2 / expected.clamp(min=1e-9)).sum())
         assert p_value(chi_square, len(expected) - 1) > 1e-3
 
-    @pytest.mark.parametrize(("name", "k"), zip(SETTINGS, (4, 1, 4, 2), strict=True))
+    @pytest.mark.parametrize(
+        ("name", "k"),
+        [
+            pytest.param("plain", 4, marks=pytest.mark.slow),  # the conformance kit samples so, too
+            pytest.param("hot", 1, marks=pytest.mark.slow),
+            ("top k", 4),
+            ("top p", 2),
+        ],
+    )
     def test_conditional_distributions(self, name: str, k: int) -> None:
         """Long samples: F(token) under the target's exact distribution after its own prefix is uniform, token for token.
 

@@ -31,7 +31,7 @@ ELSEWHERE = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncounted: None) -> Iterator[Path]:
     """What the pages assume, made tiny: targets, conversations, prompts, the runs of examples/; and a registry that forgets."""
     tokenizer = tiny_tokenizer()
     for name in ("my-target", ".cache/smollm2"):
@@ -51,6 +51,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         fields["training"].update(max_steps=2, num_train_epochs=1, save_strategy="no")
         if "draft_vocab_size" in fields:
             fields["draft_vocab_size"] = 40
+        if fields.get("algorithm", "eagle3") == "eagle3":
+            fields["options"] = {**fields.get("options", {}), "ttt_steps": 2}
         (tmp_path / "examples" / file.name).write_text(yaml.safe_dump(fields))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

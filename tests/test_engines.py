@@ -161,6 +161,7 @@ class TestCommands:
         refused = CliRunner().invoke(app, ["serve-command", str(other), "--target", "t", "--engine", "sglang"])
         assert re.search("sglang does not serve .*no draft architecture 'MedusaDraftModel'", str(refused.exception))
 
+    @pytest.mark.usefixtures("uncounted")
     def test_info_says_who_serves_it(self, tmp_path: Path) -> None:
         path = save_draft(tiny_draft(tiny_target(), "peagle"), tmp_path / "draft")
         lines = describe(str(path))

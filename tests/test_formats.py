@@ -809,7 +809,7 @@ FIELDS = sorted(
 
 
 @given(st.sampled_from(sorted(PEERS)), st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3), st.booleans())
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_any_config(target: str, tmp_path_factory: pytest.TempPathFactory, name: str, fields: dict[str, Any], nested: bool) -> None:
     """Whatever the fields hold: a draft, or a `ForedraftError`."""
     folder, config = tmp_path_factory.mktemp("fuzz"), {**PEERS[name]}

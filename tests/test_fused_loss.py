@@ -382,9 +382,10 @@ def test_any_vocabulary(width: int, hard: bool, dtype: torch.dtype, device: str)
 
 
 @pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
-def test_the_kernels_too() -> None:
-    """The tests of this file once more with the Triton kernels, interpreted."""
-    which = "any_vocabulary or (equals_the_plain_loss and 7-True-reduced-TopTeacher) or labels or bfloat16_draft or no_rows"
+@pytest.mark.parametrize("widths", ["not 200003", pytest.param("any", marks=pytest.mark.slow)])
+def test_the_kernels_too(widths: str) -> None:
+    """The tests of this file once more with the Triton kernels, interpreted, which takes long where a vocabulary is wide."""
+    which = f"(any_vocabulary and {widths}) or (equals_the_plain_loss and 7-True-reduced-TopTeacher) or labels or bfloat16_draft or no_rows"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", which]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -30,10 +30,10 @@ def test_a_part_that_fails_or_lasts_takes_no_other_with_it(tmp_path: Path, monke
         "works": "print('{\"a\": 1}')",
     }
     monkeypatch.setattr(gpu_report, "parts", lambda tiny: {name: [sys.executable, "-c", text] for name, text in code.items()})
-    monkeypatch.setattr(gpu_report, "PART", 6)
+    monkeypatch.setattr(gpu_report, "PART", 4)
     monkeypatch.setattr(sys, "argv", ["gpu_report.py", str(tmp_path / "report.json"), "--tiny"])
     gpu_report.main()
     found: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())["parts"]
     assert found["fails"]["status"].startswith("status 1: out of luck")
-    assert (found["lasts"]["status"], found["lasts"]["found"]) == ("cut off after 6 s", [1])
+    assert (found["lasts"]["status"], found["lasts"]["found"]) == ("cut off after 4 s", [1])
     assert (found["works"]["status"], found["works"]["found"]) == ("done", {"a": 1})

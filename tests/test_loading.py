@@ -62,7 +62,7 @@ def work(tmp_path: Path) -> Path:
 def commands(work: Path) -> Iterator[tuple[object, ...]]:
     """Every command that takes a target."""
     target, draft, prompts = ("--target", work / "target"), ("--draft", work / "run" / "draft"), ("--prompts", work / "prompts.jsonl")
-    yield "info", work / "target"
+    yield "info", work / "target", "--algorithm", "medusa"  # soon counted
     yield "preview", work / "chat.jsonl", *target
     yield "train", work / "run.yaml"
     yield "eval", *target, *draft, *prompts, "--max-new-tokens", 4

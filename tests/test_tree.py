@@ -288,7 +288,7 @@ class TestGreedy:
         eos_after=st.one_of(st.none(), st.integers(0, 16)),
     )
     @example(seed=0, prompt=[5], tree=shape(4, 40, 40), size=12, layers=2, norms=True, attention="eager", new=17, eos_after=0)
-    @settings(max_examples=40, deadline=None, derandomize=True)
+    @settings(max_examples=25, deadline=None, derandomize=True)
     def test_is_the_targets_own(
         self,
         seed: int,
