@@ -21,5 +21,5 @@ collect_ignore = ["proof"]  # a package of its own, whose suite runs where it is
 
 @pytest.fixture
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`foredraft info` leaves the training step out, which takes seconds to count: TestDescribe and test_readme.py do not."""
+    """`foredraft info` leaves the training step out, which takes seconds to count: TestDescribe has it."""
     monkeypatch.setattr("foredraft.cli.describe._step", lambda *_: {})

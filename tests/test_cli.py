@@ -178,6 +178,7 @@ class TestInspect:
         assert "failed to load bad (from bad-package): ModuleNotFoundError: No module named 'no_such_module'" in out
         assert "the algorithm name 'eagle3' is claimed twice: by 'eagle3' of one and 'eagle3' of two" in out
 
+    @pytest.mark.usefixtures("uncounted")
     def test_info_on_a_target(self, command: Command, work: Path) -> None:
         code, out, _ = command("info", work / "target", "--draft-vocab-size", 20, "--algorithm", "eagle3")
         assert "attention kernel" in out

@@ -22,7 +22,7 @@ COMMANDS = [line for line in SHELL if line.startswith("foredraft ")]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncounted: None) -> Path:
     """A folder with a tiny target, data, prompts and a run file under the README's names."""
     tokenizer = tiny_tokenizer()
     tiny_target(vocab=len(tokenizer)).save_pretrained(tmp_path / ".cache/smollm2")
