@@ -39,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncounted: None) -> It
         tokenizer.save_pretrained(tmp_path / name)
     text = "".join(
         json.dumps({"messages": [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": f"{w} {w} {w}"}]}) + "\n"
-        for w in "abcdefgh"
+        for w in "abcd"
     )
     examples = [str(p.relative_to(DOCS.parent)) for p in (DOCS.parent / "examples").rglob("*.jsonl")]
     for name in ("my-data.jsonl", "my-prompts.jsonl", *examples):
