@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import ForedraftError, printable
-from . import capture, data, decode, doctor, formats, inspect, new, plan, train
+from . import capture, data, decode, doctor, formats, inspect, new, plan, report, train
 
 app = typer.Typer(
     name="foredraft",
@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train.train,
     "capture": capture.capture,
     "plan": plan.plan,
+    "report": report.report,
     "init": train.init,
     "generate": decode.generate,
     "eval": decode.evaluate,

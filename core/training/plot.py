@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
-def plot_training(history: Sequence[Mapping[str, Any]], file: str | Path) -> None:
+def plot_training(history: Sequence[Mapping[str, Any]], file: str | Path | IO[bytes]) -> None:
     """Loss, accuracy per drafted position and estimated τ over the steps (held-out values as dots) into a PNG."""
     import matplotlib
 
