@@ -54,6 +54,9 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "EAGLE-3.1": ("eagle31", {"ttt_steps": DRAFTED}),
     "P-EAGLE": ("peagle", {"num_depths": DRAFTED, "num_layers": 1}),
     "DFlash": ("dflash", {"block_size": DRAFTED + 1, "num_layers": 2, "anchors": 16}),
+    "DFlash2": ("dflash2", {"block_size": DRAFTED + 1, "num_layers": 2, "anchors": 16, "selector_rank": 16}),
+    "Domino": ("domino", {"block_size": DRAFTED, "num_layers": 2, "anchors": 16, "emb_dim": 16, "gru_hidden_dim": 32}),
+    "DSpark": ("dspark", {"block_size": DRAFTED, "num_layers": 2, "anchors": 16, "markov_rank": 16}),
     "Medusa": ("medusa", {"num_heads": DRAFTED}),
 }
 

@@ -1,4 +1,4 @@
-"""SGLang, as of 0.5.23: EAGLE-3 and EAGLE-3.1 drafts, Llama- and DeepSeek-shaped, and DFlash."""
+"""SGLang, as of 0.5.23: EAGLE-3 and EAGLE-3.1 drafts, Llama- and DeepSeek-shaped, DFlash, DFlash2, Domino and DSpark."""
 
 from typing import Any
 
@@ -17,7 +17,13 @@ from foredraft.contracts.engine import (
 )
 from foredraft.contracts.finding import Finding
 
-ALGORITHMS = {"LlamaForCausalLMEagle3": "EAGLE3", "Eagle3DeepseekV2ForCausalLM": "EAGLE3", "DFlashDraftModel": "DFLASH"}
+ALGORITHMS = {
+    "LlamaForCausalLMEagle3": "EAGLE3",
+    "Eagle3DeepseekV2ForCausalLM": "EAGLE3",
+    "DFlashDraftModel": "DFLASH",
+    "DFlash2DraftModel": "DFLASH",
+    "Qwen3DSparkModel": "DSPARK",
+}
 """`--speculative-algorithm` by architecture."""
 
 
@@ -37,8 +43,8 @@ class SGLang(EngineBase):
             return f"its feed-forward knows no activation '{config['hidden_act']}', only silu"
         if config.get("kv_lora_rank") and "Deepseek" not in architecture_of(config):
             return f"its {architecture_of(config)} has grouped-query attention, the draft has latent attention"
-        if ALGORITHMS[architecture_of(config)] == "DFLASH":
-            return None
+        if ALGORITHMS[architecture_of(config)] != "EAGLE3":
+            return _refuses_domino(config)
         if drafts_in_parallel(config):
             return "it does not draft in parallel (P-EAGLE): it would skip mask_hidden and run the draft as a sequential one"
         return self._refuses_eagle(config)
@@ -61,6 +67,8 @@ class SGLang(EngineBase):
         """The OpenAI server. SGLang counts the token it verifies first among the drafted ones."""
         algorithm = ALGORITHMS[architecture_of(config)]
         chain = ["--speculative-num-steps", str(num_tokens), "--speculative-eagle-topk", "1"] if algorithm == "EAGLE3" else []
+        if algorithm == "DSPARK":  # else it drafts a whole block, and refuses any other number
+            chain = ["--speculative-dspark-block-size", str(num_tokens)]
         return [
             *("python", "-m", "sglang.launch_server", "--model-path", target),
             *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft),
@@ -84,7 +92,7 @@ class SGLang(EngineBase):
     def findings(self, checkpoint: Files) -> list[Finding]:
         """What its loader alone stumbles over, without a word."""
         refused, config, names = super().findings(checkpoint), checkpoint.config, checkpoint.tensors
-        if refused or ALGORITHMS[architecture_of(config)] == "DFLASH":
+        if refused or ALGORITHMS[architecture_of(config)] != "EAGLE3":
             return refused
 
         found = []
@@ -103,6 +111,13 @@ class SGLang(EngineBase):
             breaks = "SGLang takes the target's head only if draft_vocab_size is null, and else runs on uninitialised memory"
             found.append(Finding("sglang-head", "error", text, breaks, "save the target's rows as lm_head.weight"))
         return found
+
+
+def _refuses_domino(config: Config) -> str | None:
+    fields = config.get("dflash_config")
+    if not isinstance(fields, dict) or fields.get("projector_type") != "domino" or fields.get("pure_draft_prefix_len") == 1:
+        return None
+    return f"its Domino leaves the first token of a block uncorrected, this draft {fields.get('pure_draft_prefix_len')}"
 
 
 @hookimpl

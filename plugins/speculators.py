@@ -41,7 +41,7 @@ class Speculators(FormatBase):
     """Read and written; the tensors have our names."""
 
     name = "speculators"
-    summary = "EAGLE-3, P-EAGLE and DFlash drafts by speculators"
+    summary = "EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark drafts by speculators"
     sign = "speculators_model_type in config.json"
 
     def recognises(self, names: Collection[str], config: Config) -> bool:
@@ -64,7 +64,8 @@ class Speculators(FormatBase):
         layers = config.get("transformer_layer_config")
         if not isinstance(layers, Mapping):
             raise ForedraftError("a speculators config needs the object transformer_layer_config, which describes the draft's layers")
-        fields = {**layers, "norm_before_residual": config["speculators_model_type"] == "eagle3", **config}
+        unsaid = {"norm_before_residual": config["speculators_model_type"] == "eagle3", "sample_from_anchor": False}
+        fields = {**layers, **unsaid, **config}
         try:
             tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
         except (KeyError, TypeError, IndexError):
@@ -100,7 +101,7 @@ class Speculators(FormatBase):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         config, fields = draft.config, draft.config.to_dict()
-        extra = set(draft.algorithm.modules(draft)) - {"mask_hidden"}
+        extra = set(draft.algorithm.modules(draft)) - MODULES
         if algorithm is None or algorithm not in MODELS or extra or fields["model_type"] not in ("llama", "qwen3"):
             reason = f"adds {', '.join(sorted(extra))}" if extra else f"is a {fields['model_type']} of {config.num_hidden_layers} layers"
             raise ForedraftError(
@@ -161,8 +162,22 @@ def _dflash(fields: Config, aux_layers: list[int]) -> dict[str, Any]:
     }
 
 
+def _dflash2(fields: Config, aux_layers: list[int]) -> dict[str, Any]:
+    own = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    return {**_dflash(fields, aux_layers), **{name: fields["dflash_config"][name] for name in own}}
+
+
+def _dspark(fields: Config, aux_layers: list[int]) -> dict[str, Any]:
+    own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
+    return {**_dflash(fields, aux_layers), **{name: fields[name] for name in own}}
+
+
+MODULES = {"mask_hidden", "candidate_selector", "markov_head", "confidence_head"}
+"""What its models have beside their layers, too."""
 MODELS: Mapping[str, tuple[str, Callable[[Config, list[int]], dict[str, Any]]]] = {
     "dflash": ("DFlashDraftModel", _dflash),
+    "dflash2": ("DFlash2DraftModel", _dflash2),
+    "dspark": ("DSparkDraftModel", _dspark),
     "peagle": ("PEagleDraftModel", _peagle),
     "eagle3": ("Eagle3DraftModel", _eagle3),
 }

@@ -1,4 +1,4 @@
-"""vLLM, as of 0.32: EAGLE-3, EAGLE-3.1, P-EAGLE and DFlash drafts, Llama-, Qwen3- and (sequential ones) DeepSeek-shaped."""
+"""vLLM, as of 0.32: EAGLE-3, EAGLE-3.1, P-EAGLE, DFlash, DFlash2, DSpark, Llama-, Qwen3- and (sequential ones) DeepSeek-shaped."""
 
 import json
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from foredraft.contracts.engine import (
     unknown_architecture,
 )
 from foredraft.contracts.finding import Finding
+from foredraft.files.spellings import value
 
 METHODS = {
     "LlamaForCausalLMEagle3": "eagle3",
@@ -27,9 +28,11 @@ METHODS = {
     "Eagle3DeepseekV2ForCausalLM": "eagle3",
     "Eagle3DeepseekV3ForCausalLM": "eagle3",
     "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
 }
 """The method by which vLLM runs an architecture. It guesses from the path if none is named, and runs a DFlash draft wrongly."""
-SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash"}
+SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
 """The same by the `speculators_model_type` of a draft in the speculators format, whose class vLLM chooses itself."""
 
 
@@ -41,10 +44,17 @@ class VLLM(EngineBase):
 
     def refuses(self, config: Config) -> str | None:
         """What its loaders refuse, or would load and run as something else."""
-        if kind := _speculators_type(config):
-            return None if kind in SPECULATORS else f"it reads no speculators_model_type '{kind}'; it takes {', '.join(SPECULATORS)}"
-        if reason := unknown_architecture(config, METHODS):
+        kind = _speculators_type(config)
+        if kind and kind not in SPECULATORS:
+            return f"it reads no speculators_model_type '{kind}'; it takes {', '.join(SPECULATORS)}"
+        if not kind and (reason := unknown_architecture(config, METHODS)):
             return reason
+        if (head := config.get("markov_head_type")) not in (None, "vanilla"):
+            return f"its DSpark knows the vanilla Markov head only, this draft's is '{head}'"
+        if value(config, "dflash_config.projector_type"):
+            return f"its DFlash has no corrections (projector_type '{value(config, 'dflash_config.projector_type')}')"
+        if kind:
+            return None
         if "Deepseek" in architecture_of(config):
             return _refuses_latent(config)
         if config.get("kv_lora_rank"):

@@ -14,6 +14,9 @@ from foredraft.adapters.llama import LlamaDraft
 from foredraft.adapters.phi3 import Phi3Draft
 from foredraft.adapters.qwen3 import Qwen3Draft
 from foredraft.plugins.dflash import DFlash
+from foredraft.plugins.dflash2 import DFlash2
+from foredraft.plugins.domino import Domino
+from foredraft.plugins.dspark import DSpark
 from foredraft.plugins.eagle3 import Eagle3, Eagle31
 from foredraft.plugins.hf import Transformers
 from foredraft.plugins.medusa import Medusa
@@ -144,6 +147,27 @@ class TestPEagleDrawingAll(OneMethod):
 
 class TestDFlash(OneMethod):
     cls, small = DFlash, {"block_size": 4, "num_layers": 2}
+
+
+class TestDSpark(OneMethod):
+    cls, small = DSpark, {"block_size": 3, "num_layers": 2, "markov_rank": 6}
+
+
+class TestDSparkWithMemory(OneMethod):
+    cls, small = (
+        DSpark,
+        {"block_size": 3, "num_layers": 1, "markov_rank": 6, "markov_head_type": "rnn", "confidence_head_with_markov": False},
+    )
+
+
+class TestDomino(OneMethod):
+    cls, small = Domino, {"block_size": 3, "num_layers": 2, "emb_dim": 6, "gru_hidden_dim": 7, "base_ratio": 0.0}
+
+
+class TestDFlash2(OneMethod):
+    """All tokens are candidates: else the drafter's logits are no distribution that training scores."""
+
+    cls, small = DFlash2, {"block_size": 4, "num_layers": 2, "selector_rank": 6, "selector_top_k": 50}
 
 
 class TestMedusa(OneMethod):

@@ -29,9 +29,10 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from foredraft import DraftCollator, ForedraftError, auto_draft, evaluate, generate, save_draft
-from foredraft.decoding import DraftingStats
+from foredraft.decoding import BlockDrafter, DraftingStats
 from foredraft.draft.attention import Ranged
-from foredraft.plugins.dflash import BlockDrafter, DFlash, dpace_weights, drafted_slots
+from foredraft.draft.blocks import drafting_slots
+from foredraft.plugins.dflash import DFlash, dpace_weights
 from foredraft.testing import AlgorithmTests
 from foredraft.training import CachedTarget
 
@@ -156,8 +157,8 @@ class TestMask:
         queries, keys = mask_BQK.shape[1:]
         assert queries > 128
         assert queries % 128
-        rows_BQ = drafted_slots(batch["anchors"], 41, 5) if last else None
-        mask_BQK = mask_BQK[:, drafted_slots(batch["anchors"], 0, 5)[0]] if last else mask_BQK
+        rows_BQ = drafting_slots(batch["anchors"], 41, 5, 0) if last else None
+        mask_BQK = mask_BQK[:, drafting_slots(batch["anchors"], 0, 5, 0)[0]] if last else mask_BQK
         q, k, v = torch.randn(2, 4, mask_BQK.shape[1], 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)
         out = Ranged(batch["ranges"], kernel).attend(q, [k], [v], 0.3, rows_BQ)
         assert_close(out, spelt_out(q, k, v, mask_BQK, 0.3), rtol=1e-4, atol=1e-5)

@@ -46,6 +46,11 @@ SERVED: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": "peagle"}, "hf vllm"),
     ({"algorithm": "peagle", "qk_norm": True}, "hf vllm"),
     ({"algorithm": "dflash"}, "hf sglang vllm"),
+    ({"algorithm": "dspark"}, "hf sglang vllm"),
+    ({"algorithm": "dspark", "markov_head_type": "gated"}, "hf sglang"),
+    ({"algorithm": "dflash2"}, "hf sglang vllm"),
+    ({"algorithm": "domino"}, "hf sglang"),
+    ({"algorithm": "domino", "pure_draft_prefix_len": 0}, "hf"),
     ({"algorithm": "medusa"}, "hf"),
     ({"algorithm": "eagle3", "latent": True}, "hf sglang vllm"),
     ({"algorithm": "eagle3", "latent": True, "num_layers": 2}, "hf vllm"),
@@ -108,6 +113,9 @@ def draft(tmp_path: Path) -> Path:
     return save_draft(tiny_draft(tiny_target()), tmp_path / "a draft")
 
 
+BLOCKS = {"dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
+
+
 class TestCommands:
     def test_vllm(self, draft: Path) -> None:
         words = shlex.split(serve_command(ENGINES["vllm"], draft, "my/target", 3))
@@ -116,17 +124,24 @@ class TestCommands:
 
     @pytest.mark.parametrize(
         ("algorithm", "method", "tokens", "parallel"),
-        [("eagle31", "eagle3", 4, False), ("peagle", "eagle3", 8, True), ("dflash", "dflash", 7, False)],
+        [("eagle31", "eagle3", 4, False), ("peagle", "eagle3", 8, True), ("dflash", "dflash", 7, False), ("dspark", "dspark", 8, False)],
     )
     def test_vllm_by_algorithm(self, algorithm: str, method: str, tokens: int, parallel: bool, tmp_path: Path) -> None:
-        options = {"block_size": 8} if algorithm == "dflash" else {}
+        options = {"block_size": 8} if algorithm in ("dflash", "dspark") else {}
         path = save_draft(tiny_draft(tiny_target(), algorithm, **options), tmp_path / "draft")
         fields = json.loads(shlex.split(serve_command(ENGINES["vllm"], path, "t"))[-1])
         assert (fields["method"], fields["num_speculative_tokens"]) == (method, tokens)
         assert fields.get("parallel_drafting", False) is parallel
 
     @pytest.mark.parametrize(
-        ("kind", "method", "parallel"), [("eagle3", "eagle3", None), ("peagle", "eagle3", True), ("dflash", "dflash", None)]
+        ("kind", "method", "parallel"),
+        [
+            ("eagle3", "eagle3", None),
+            ("peagle", "eagle3", True),
+            ("dflash", "dflash", None),
+            ("dflash2", "dflash", None),
+            ("dspark", "dspark", None),
+        ],
     )
     def test_vllm_by_speculators_type(self, kind: str, method: str, parallel: bool | None) -> None:
         config = {"speculators_model_type": kind, "architectures": ["SpeculatorModel"]}
@@ -143,6 +158,10 @@ class TestCommands:
         words = shlex.split(serve_command(ENGINES["sglang"], block, "my/target"))
         flags = dict(zip(words[3::2], words[4::2], strict=True))
         assert (flags["--speculative-algorithm"], flags["--speculative-num-draft-tokens"]) == ("DFLASH", "8")
+        spark = save_draft(tiny_draft(tiny_target(), "dspark", block_size=8), tmp_path / "spark")
+        words = shlex.split(serve_command(ENGINES["sglang"], spark, "my/target", 5))
+        flags = dict(zip(words[3::2], words[4::2], strict=True))
+        assert [flags[f"--speculative-{name}"] for name in ("algorithm", "dspark-block-size", "num-draft-tokens")] == ["DSPARK", "5", "6"]
 
     def test_hf_is_a_command_of_ours(self, draft: Path) -> None:
         words = shlex.split(serve_command(ENGINES["hf"], draft, "t", 3))
@@ -248,7 +267,8 @@ def sglang_parameters(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The parameters that SGLang 0.5.23 allocates for a draft, by its own names (llama_eagle3.py, kimi_k25_eagle3.py, dflash.py)."""
     D, inner, W = config["hidden_size"], config["intermediate_size"], config["draft_vocab_size"]
     heads, aux = config["num_attention_heads"], config["num_aux_hidden_states"] * config["target_hidden_size"]
-    dflash, latent = "dflash_config" in config, "kv_lora_rank" in config
+    rank, latent = config.get("markov_rank"), "kv_lora_rank" in config
+    dflash = "dflash_config" in config or rank is not None
     top = "" if dflash else "model."
     made: dict[str, tuple[int, ...]] = {f"{top}fc": (D, aux), f"{top}norm": (D,)}
     made |= {"hidden_norm": (D,)} if dflash else {"model.embed_tokens": (config["vocab_size"], D), "lm_head": (W, D)}
@@ -273,7 +293,25 @@ def sglang_parameters(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 f"{attention}.o_proj": (D, heads * d),
             }
             made |= {f"{attention}.{n}_norm": (d,) for n in "qk"} if dflash else {}
-    return {f"{name}.weight": shape for name, shape in made.items()}
+    others: dict[str, tuple[int, ...]] = {}
+    if rank is not None:
+        made |= {f"markov_head.markov_w{i}": (config["vocab_size"], rank) for i in (1, 2)}
+        reads = D + rank * config["confidence_head_with_markov"]
+        linear = {"confidence_head.proj": (1, reads)} if config["enable_confidence_head"] else {}
+        linear |= {"markov_head.gate_proj": (rank, D + rank)} if config["markov_head_type"] == "gated" else {}
+        made, others = made | linear, {f"{name}.bias": shape[:1] for name, shape in linear.items()}
+    own = config.get("dflash_config") or {}
+    if own.get("projector_type") == "domino":
+        G, E = own["gru_hidden_dim"], own["emb_dim"]
+        made |= {"embed_proj.0": (E, D + G), "embed_proj.2": (W, E)}
+        others = {"prefix_gru.weight_ih_l0": (3 * G, D), "prefix_gru.weight_hh_l0": (3 * G, G)}
+    if taps := own.get("conv_kernel_size"):
+        convolutions = [f"layers.{i}.{name}_conv" for i in range(config["num_hidden_layers"]) for name in ("attention", "mlp")]
+        made |= {f"{name}.kernel_projection": (2 * taps * D // own["conv_group_size"], D) for name in convolutions}
+        made |= {"candidate_selector.hidden_projection": (own["selector_rank"], D)}
+        others = {f"{name}.base_kernel": (2, taps, D) for name in convolutions}
+        others |= {f"candidate_selector.{n}_codebook": (W, own["selector_rank"]) for n in ("predecessor", "successor")}
+    return {f"{name}.weight": shape for name, shape in made.items()} | others
 
 
 FUSED = {"qkv_proj": "[qkv]_proj", "gate_up_proj": "(gate|up)_proj", "fused_qkv_a_proj_with_mqa": "(q_a_proj|kv_a_proj_with_mqa)"}
@@ -281,6 +319,8 @@ FUSED = {"qkv_proj": "[qkv]_proj", "gate_up_proj": "(gate|up)_proj", "fused_qkv_
 
 def sglang_name(name: str, parameters: Iterable[str], latent: bool) -> str | None:
     """Where SGLang's loaders put a tensor; None: nowhere, without a word."""
+    if name in parameters:
+        return name
     name = re.sub(r"^layers\.0\." if latent else "^midlayer", "midlayer." if latent else "layers.0", name)
     for fused, parts in FUSED.items():
         name = re.sub(rf"\.{parts}\.", f".{fused}.", name) if latent or "mqa" not in fused else name
@@ -289,6 +329,7 @@ def sglang_name(name: str, parameters: Iterable[str], latent: bool) -> str | Non
 
 SGLANG_DRAFTS = [d for d, engines in SERVED if "sglang" in engines]
 SGLANG_FILES = {"LlamaForCausalLMEagle3": "llama_eagle3", "Eagle3DeepseekV2ForCausalLM": "kimi_k25_eagle3", "DFlashDraftModel": "dflash"}
+SGLANG_FILES |= {"Qwen3DSparkModel": "dspark", "DFlash2DraftModel": "dflash"}
 
 
 def saved(draft: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -372,7 +372,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("name", "fields", "message"),
         [
-            ("speculators_eagle3", {"speculators_model_type": "dspark"}, "'dspark': foredraft reads dflash, peagle, eagle3"),
+            ("speculators_eagle3", {"speculators_model_type": "mtp"}, "'mtp': foredraft reads dflash, dflash2, dspark, peagle, eagle3"),
             ("speculators_eagle3", {"speculators_model_type": ["eagle3"]}, "foredraft reads"),
             ("speculators_eagle3", {"speculators_model_type": "peagle"}, "but the tensors are those of eagle3"),
             ("speculators_eagle3", {"transformer_layer_config": None}, "needs the object transformer_layer_config"),
@@ -543,6 +543,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "eagle3_residual": {"algorithm": "eagle3", "norm_before_residual": True, "draft_vocab_size": 128},
     "peagle": {"algorithm": "peagle", "num_layers": 2, "num_depths": 6, "mask_token_id": 9, "fc_norm": True, "draft_vocab_size": 128},
     "dflash": {"algorithm": "dflash", "num_layers": 2, "num_aux": 3, "block_size": 7, "mask_token_id": 9},
+    "dspark": {"algorithm": "dspark", "num_layers": 2, "num_aux": 3, "block_size": 6, "mask_token_id": 9, "markov_rank": 5},
+    "dflash2": {"algorithm": "dflash2", "num_aux": 1, "num_layers": 1, "conv_group_size": 8, "selector_top_k": 4, "mask_token_id": 9},
+    "dspark_rnn": {"algorithm": "dspark", "num_aux": 1, "markov_head_type": "rnn", "sample_from_anchor": False, "mask_token_id": 9},
 }
 
 
@@ -571,6 +574,8 @@ class TestSpeculators:
         assert first.config.foredraft["target"]["fingerprint"] == second.config.foredraft["target"]["fingerprint"]
         options, again = (d.config.foredraft["options"] for d in (first, second))
         made = ("num_layers", "num_aux", "fc_norm", "norm_output", "qk_norm", "mask_token_id", "block_size", "num_depths")
+        made += ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        made += ("markov_rank", "markov_head_type", "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov")
         assert {k: options.get(k) for k in made} == {k: again.get(k) for k in made}
         assert again.get("ttt_steps") in (None, 4)  # as many as are stated, not as many as would be trained by default
         aux_1SA = torch.randn(1, 5, 64 * len(draft.config.aux_layers))

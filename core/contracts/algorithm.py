@@ -202,5 +202,5 @@ class AlgorithmBase(DrafterBase[OptionsT]):
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
         """The training loss of a batch; `batch["counts"]` are the global denominators (all ranks, all accumulated batches).
 
-        In a training `batch["progress"]` is the share of it that is done, from 0 to 1, for what fades; elsewhere it is not there.
+        In a training `batch["progress"]` is the share of it that is done, from 0 to 1; elsewhere it is not there, and what fades has faded.
         """

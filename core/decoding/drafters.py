@@ -1,6 +1,6 @@
 """Drafters that algorithms share: of autoregressive ones, a forward per token of a chain or depth of a tree; and what parallel ones do."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..contracts.algorithm import Choose
 from ..contracts.draft import Layout
-from ..draft.attention import Causal, DecodingCache
+from ..draft.attention import Causal, DecodingCache, Full
 from ..draft.model import BaseDraft
 from .tree import DraftTree, Rank, TreeShape
 
@@ -90,6 +90,43 @@ class AutoregressiveDrafter:
         positions = self.confirmed - 1 + depth_F[None]
         pattern = Ancestors(F.pad(visible_FE, (self.confirmed, 0), value=True))
         return self.draft.backbone(self.draft.embed_input_ids(ids_F[None]), hidden_1FD, Layout(positions, pattern), self.cache)
+
+
+class BlockDrafter:
+    """Drafts a block in one forward (see `foredraft.draft.BlockAlgorithm`). An algorithm returns it from `drafter(draft)`.
+
+    Keeps the keys and values of the target's features; a block's own are forgotten. `shift` and `whole` are the algorithm's;
+    `turn(states [Q, D], newest id)` gives the logits of the slots, by default all at once.
+    """
+
+    def __init__(
+        self,
+        draft: BaseDraft,
+        block_size: int,
+        shift: int = 0,
+        whole: bool = False,
+        turn: Callable[[Tensor, int], Iterable[Tensor]] | None = None,
+    ):
+        self.draft, self.block_size, self.first, self.whole = draft, block_size, 1 - shift, whole
+        self.turn = turn or (lambda states_QD, newest: draft.compute_logits(states_QD))
+        self.cache, self.confirmed = DecodingCache(), 0
+
+    def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
+        """See `foredraft.contracts.Drafter`; never more tokens than a block has slots that draft.
+
+        The block is whole, as in training, however few are wanted: its slots see each other.
+        """
+        draft, size, start, fresh = self.draft, self.block_size, self.confirmed, aux_1NA.shape[1]
+        wanted = range(self.first, self.first + min(limit, size - self.first))
+        self.confirmed = start + fresh
+        self.cache.crop(start)
+        ids_1s = F.pad(ids[None, self.confirmed :], (0, size - 1), value=draft.config.mask_token_id)
+        positions = torch.arange(start, self.confirmed + size, device=ids.device)[None]
+        rows = None if self.whole else torch.tensor([[fresh + j for j in wanted]], device=ids.device)
+        embeds, context = draft.embed_input_ids(ids_1s), draft.project_hidden_states(aux_1NA)
+        hidden_QD = draft.backbone(embeds, context, Layout(positions, Full(), rows), self.cache)[0]
+        hidden_QD = hidden_QD[wanted.start : wanted.stop] if self.whole else hidden_QD
+        return choose_in_turn(self.turn(hidden_QD, int(ids[-1])), choose)
 
 
 @dataclass(frozen=True)

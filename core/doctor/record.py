@@ -45,6 +45,7 @@ def foreign(s: Subject) -> Iterator[Finding]:
     skipped = {"layer_types", "sliding_window", "use_sliding_window", "use_swa", "norm_before_fc", "use_aux_hidden_state", *NESTED}
     if s.built is not None:
         skipped |= {field.name for field in dataclasses.fields(s.built.config)} | set(s.built.config.rope_parameters or ())
+        skipped |= set(s.built.algorithm.options.model_dump())
     try:
         problems = DraftFields.model_validate({n: v for n, v in flat(s.fields).items() if n not in skipped}).objections()
     except ValidationError:  # fields of a wrong type are named elsewhere

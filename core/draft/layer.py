@@ -1,6 +1,6 @@
 """A decoder layer of the draft's family, and what it takes over from a layer of the target."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,11 @@ from .attention.geometry import Rotary
 from .attention.lookup import normed
 from .attention.regions import Regions, region
 from .recompute import by_rows
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """What is done to a sublayer's output that nothing stands around."""
+    return x
 
 
 class DraftLayer(nn.Module):
@@ -29,17 +34,33 @@ class DraftLayer(nn.Module):
         """transformers' switch, see `recomputed`."""
         self.regions: Regions = None
         """See `BaseDraft.compile`."""
+        self.around: dict[str, str] = {}
+        """What stands around `attention` and `mlp`, by the name of its module here; see `Prefix.around`."""
+
+    def enter(self, sublayer: str, y_BQD: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """What a sublayer reads where its normed input is y, and what is done to its output: by what stands around it, if anything does."""
+        name = self.around.get(sublayer)
+        return getattr(self, name)(y_BQD) if name else (y_BQD, as_it_is)
 
     def attend(
-        self, hidden_BQD: Tensor, x_BSX: Tensor, rotary: Rotary, pattern: Pattern, cache: KeyValueCache | None, rows: Tensor | int | None
+        self,
+        hidden_BQD: Tensor,
+        x_BSX: Tensor,
+        rotary: Rotary,
+        pattern: Pattern,
+        cache: KeyValueCache | None,
+        rows: Tensor | int | None,
+        leave: Callable[[Tensor], Tensor] = as_it_is,
     ) -> Tensor:
         """The layer's output [B, Q, D] for residual `hidden_BQD`: the inputs x give keys and values, those at `rows` are the queries.
 
-        x is normed already, by whoever puts it together of several parts. The feed-forward treats every row alike.
+        x is normed already, by whoever puts it together of several parts; `leave` is what `enter` says of attention's output. The
+        feed-forward treats every row alike.
         """
-        attended_BQD = self.self_attn(x_BSX, rotary, pattern, cache, rows)
+        attended_BQD = leave(self.self_attn(x_BSX, rotary, pattern, cache, rows))
         hidden_BQD, normed_BQD = region(self, _added, self.post_attention_layernorm, hidden_BQD, attended_BQD)
-        return hidden_BQD + by_rows(self, self.mlp, normed_BQD)
+        y_BQD, leave = self.enter("mlp", normed_BQD)
+        return hidden_BQD + leave(by_rows(self, self.mlp, y_BQD))
 
 
 def _added(norm: nn.Module, hidden_BQD: Tensor, attended_BQD: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """How a draft takes in the target's context: side by side with the embedding, or as extra keys and values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from ..loss.head import autocast_dtype
 from .attention.geometry import Rotary
 from .attention.lookup import Beside, Lookup, autocasted, normed, take_rows
 from .attention.regions import region
-from .layer import take_over
+from .layer import as_it_is, take_over
 from .recompute import recomputed
 
 Rows = Tensor | int | None
@@ -169,9 +169,24 @@ class Prefix(_Stack):
     A norm follows fc.
     """
 
+    around: Callable[[DraftModel], Mapping[str, tuple[str, nn.Module]]] | None = None
+    """What stands around `attention` and `mlp` of a layer: the name under which it is saved there, and a fresh module.
+
+    It gets the embeddings' normed states y [B, Q, D], and gives what the sublayer reads instead, and a function of its output. Where it
+    looks at other rows, `Layout.rows` must hold all that it looks at.
+    """
+
     def modules(self, draft: DraftModel) -> dict[str, nn.Module]:
         """See `Wiring`."""
         return {**super().modules(draft), "hidden_norm": draft.make_norm(draft.config.hidden_size)}
+
+    def _layers(self, draft: DraftModel) -> list[nn.Module]:
+        layers: list[Any] = super()._layers(draft)
+        for layer in layers:
+            for sublayer, (name, module) in (self.around(draft) if self.around else {}).items():
+                setattr(layer, name, module)
+                layer.around[sublayer] = name
+        return layers
 
     def project(self, draft: DraftModel, aux_BSA: Tensor) -> Tensor:
         """See `Wiring`."""
@@ -189,6 +204,9 @@ class Prefix(_Stack):
     def _layer(
         self, layer: Any, rotary: Rotary, pattern: Pattern, rows: Rows, hidden_BQD: Tensor, context_BSD: Tensor, cache: KeyValueCache | None
     ) -> Tensor:
-        x_BSD = autocasted(torch.cat([context_BSD, layer.input_layernorm(hidden_BQD)], dim=1))
+        y_BQD, leave = layer.enter("attention", layer.input_layernorm(hidden_BQD))
+        x_BSD = autocasted(torch.cat([context_BSD, y_BQD], dim=1))
         own = rows if isinstance(rows, int) or rows is None else rows - context_BSD.shape[1]
-        return layer.attend(take_rows(hidden_BQD, own), x_BSD, rotary, pattern, cache, rows)
+        given = (take_rows(hidden_BQD, own), x_BSD, rotary, pattern, cache, rows)
+        # A family's own `attend` need not know of what no algorithm asks of it.
+        return layer.attend(*given) if leave is as_it_is else layer.attend(*given, leave)

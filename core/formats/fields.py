@@ -1,6 +1,6 @@
 """What a peer's `config.json` says of a draft, each field checked for its type and bounds before anything is built from it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, ValidationError, model_validator
@@ -122,21 +122,24 @@ class DraftFields(Strict):
     dflash_config: "DraftFields | None" = None
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> "DraftFields":
-        """Checked fields. Raises `ForedraftError` that lists all that is wrong, and every flag that our drafts have no counterpart of."""
+    def read(cls, fields: Mapping[str, Any], options: Collection[str] = ()) -> "DraftFields":
+        """Checked fields. Raises `ForedraftError` that lists all that is wrong, and every flag that our drafts have no counterpart of.
+
+        `options` are the names of the algorithm's own, which it follows.
+        """
         try:
             read = cls.model_validate(fields)
             _ = read.rope
         except ValidationError as error:
             raise ForedraftError("the draft's config.json:\n  " + describe_validation(error, cls.model_fields)) from error
-        if problems := read.objections():
+        if problems := read.objections(options):
             raise ForedraftError("a draft of ours cannot compute what this one does:\n  " + "\n  ".join(problems))
         return read
 
-    def objections(self) -> list[str]:
+    def objections(self, options: Collection[str] = ()) -> list[str]:
         """What this draft computes and ours cannot, a line each."""
         said = self.model_dump()
-        found = [f"{name}: {reason}" for name, reason in NO_COUNTERPART.items() if said[name]]
+        found = [f"{name}: {reason}" for name, reason in NO_COUNTERPART.items() if said[name] and name not in options]
         found += [f"{name}={said[name]}: a factor that ours has not" for name in SCALES if said[name] not in (None, 1.0)]
         if self.final_logit_softcapping:
             found.append(f"final_logit_softcapping={self.final_logit_softcapping}: the draft's logits are capped; ours are not")
@@ -147,7 +150,7 @@ class DraftFields(Strict):
         elif self.layer_types is None and self.use_sliding_window and self.sliding_window:
             found.append(f"sliding_window={self.sliding_window}: {NO_COUNTERPART['use_swa']}")
         inside = [getattr(self, name) for name in NESTED]
-        return found + [text for fields in inside if fields is not None for text in fields.objections()]
+        return found + [text for fields in inside if fields is not None for text in fields.objections(options)]
 
     @property
     def rope(self) -> Rope:

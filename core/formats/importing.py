@@ -86,7 +86,7 @@ class _Import:
 
     @cached_property
     def fields(self) -> DraftFields:
-        return DraftFields.read(self.content.config)
+        return DraftFields.read(self.content.config, self.registry.algorithm(self.content.algorithm).Options.model_fields)
 
     @cached_property
     def target_config(self) -> PretrainedConfig:

@@ -14,11 +14,25 @@ EAGLE = ("fc", "norm", "lm_head")
 
 EAGLE_OPTIONAL = r"embed_tokens\.weight|fc_norm\.\d+\.weight|d2t|t2d|mask_hidden"
 
+BLOCK, BLOCK_LAYER = ("fc", "hidden_norm", "norm"), (*NORMS, *GROUPED, *QK_NORM, *MLP)
+
+CONVOLVED = ("attention_conv.kernel_projection", "mlp_conv.kernel_projection")
+
+DFLASH2_OPTIONAL = r"layers\.\d+\.(attention|mlp)_conv\.base_kernel|candidate_selector\.(predecessor|successor)_codebook"
+
+MARKOV = ("markov_head.markov_w1", "markov_head.markov_w2")
+
 LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "LlamaForCausalLMEagle3": (EAGLE, (*NORMS, "hidden_norm", *GROUPED, *MLP), EAGLE_OPTIONAL),
     "Eagle3Qwen3ForCausalLM": (EAGLE, (*NORMS, "hidden_norm", *GROUPED, *QK_NORM, *MLP), EAGLE_OPTIONAL),
     "Eagle3DeepseekV2ForCausalLM": (EAGLE, (*NORMS, "hidden_norm", *LATENT, *MLP), EAGLE_OPTIONAL),
-    "DFlashDraftModel": (("fc", "hidden_norm", "norm"), (*NORMS, *GROUPED, *QK_NORM, *MLP), r"(?!)"),
+    "DFlashDraftModel": (BLOCK, BLOCK_LAYER, r"prefix_gru\.weight_[ih]h_l0|embed_proj\.[02]\.weight"),
+    "DFlash2DraftModel": ((*BLOCK, "candidate_selector.hidden_projection"), (*BLOCK_LAYER, *CONVOLVED), DFLASH2_OPTIONAL),
+    "Qwen3DSparkModel": (
+        (*BLOCK, *MARKOV),
+        BLOCK_LAYER,
+        r"(markov_head\.(gate|joint)_proj|confidence_head\.proj)\.(weight|bias)",
+    ),
 }
 """By the `architectures` entry: weights of the draft, weights of each layer, and a pattern of what may be there too."""
 
