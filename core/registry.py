@@ -114,14 +114,11 @@ class Registry:
 
     def make_algorithm(self, name: str, options: Mapping[str, Any]) -> Any:
         """The algorithm `name` with its options checked. Raises `ForedraftError` that lists every wrong one."""
-        cls = self.algorithm(name)
-        try:
-            made = cls(cls.Options(**options))
-            if isinstance(made, AlgorithmBase):
-                _ = made.spec
-            return made
-        except ValidationError as error:
-            raise ForedraftError(f"algorithm '{name}': " + describe_validation(error, cls.Options.model_fields)) from error
+        return self._make("algorithm", name, options)
+
+    def make_format(self, name: str, options: Mapping[str, Any]) -> Any:
+        """The format `name` with the options of an export checked. Raises `ForedraftError` that lists every wrong one."""
+        return self._make("format", name, options)
 
     def adapter_for(self, model_type: str, target: Any = None) -> Any:
         """The adapter class for targets of a `model_type`; where none lists it, a generic one that takes the config `target`.
@@ -164,6 +161,16 @@ class Registry:
                 f"unknown {kind} '{name}'{nearest(name, known)}\n  known: {', '.join(known) or 'none'}\n{self._broken_text()}".rstrip()
             )
         return self._one(claims, f"the {kind} name '{name}'").cls
+
+    def _make(self, kind: str, name: str, options: Mapping[str, Any]) -> Any:
+        cls = self._get(kind, name)
+        try:
+            made = cls(cls.Options(**options))
+            if isinstance(made, AlgorithmBase):
+                _ = made.spec
+            return made
+        except ValidationError as error:
+            raise ForedraftError(f"{kind} '{name}': " + describe_validation(error, cls.Options.model_fields)) from error
 
     def _of(self, kind: str) -> list[Registered]:
         return [r for r in self.registered if r.kind == kind]

@@ -18,7 +18,9 @@ from foredraft.plugins.dflash2 import DFlash2
 from foredraft.plugins.domino import Domino
 from foredraft.plugins.dspark import DSpark
 from foredraft.plugins.eagle3 import Eagle3, Eagle31
+from foredraft.plugins.gguf import GGUF, INSIDE
 from foredraft.plugins.hf import Transformers
+from foredraft.plugins.llamacpp import LlamaCpp
 from foredraft.plugins.medusa import Medusa
 from foredraft.plugins.nemo import NeMo
 from foredraft.plugins.peagle import PEagle
@@ -223,6 +225,21 @@ class TestTransformers(OneEngine):
     cls = Transformers
 
 
+class TestLlamaCpp(OneEngine):
+    """Of drafts of ours and of files."""
+
+    cls = LlamaCpp
+
+    @pytest.fixture(params=["eagle3", "dflash", "file"])
+    def made(self, request: pytest.FixtureRequest) -> dict[str, Any]:
+        with torch.device("meta"):
+            draft = auto_draft(tiny_config(), "eagle3" if request.param == "file" else request.param)
+        if request.param != "file":
+            return draft.config.to_dict()
+        fields = GGUF().write(draft, {}, "eagle3", 3)[0][INSIDE]
+        return {INSIDE: {name: value for name, value in fields.items() if not name.startswith("tokenizer")}, "other": None}
+
+
 class OneForm(FormatTests):
     """A format whose files hold our own fields; how it calls the tensors, if otherwise, is stated."""
 
@@ -263,3 +280,13 @@ class TestSpeculators(FormatTests):
     @pytest.fixture
     def form(self) -> Any:
         return Speculators
+
+
+class TestGGUF(FormatTests):
+    @pytest.fixture(params=["eagle3", "dflash"])
+    def algorithm(self, request: pytest.FixtureRequest) -> Any:
+        return default_registry().algorithm(request.param)
+
+    @pytest.fixture
+    def form(self) -> Any:
+        return GGUF

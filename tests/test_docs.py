@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from in_gguf import write_target
 from tiny import tiny_target, tiny_tokenizer
 from typer.testing import CliRunner
 
@@ -37,6 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncounted: None) -> It
     for name in ("my-target", ".cache/smollm2"):
         tiny_target(vocab=len(tokenizer)).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
+    write_target(tiny_target(vocab=len(tokenizer)), tokenizer, tmp_path / "my-target.gguf")
     text = "".join(
         json.dumps({"messages": [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": f"{w} {w} {w}"}]}) + "\n"
         for w in "abcd"

@@ -38,8 +38,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "import": formats.import_,
     "export": formats.export,
 }
+OPEN = {"export": {"allow_extra_args": True, "ignore_unknown_options": True}}
+"""Commands that hand on options of a plugin."""
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    app.command(name, context_settings=OPEN.get(name))(command)
 app.add_typer(new.commands, name="new")
 
 

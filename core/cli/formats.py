@@ -1,11 +1,12 @@
 """`foredraft import`, `foredraft export` and `foredraft serve-command`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..contracts.loading import Loading, Repository
+from ..errors import ForedraftError
 from .common import DraftTokensOption, TargetOption, loads_target
 
 
@@ -30,8 +31,9 @@ def import_(
 
 
 def export(
+    context: typer.Context,
     draft: Annotated[str, typer.Argument(help="directory or hub id of a draft of ours")],
-    out: Annotated[Path, typer.Argument(help="where the export goes")],
+    out: Annotated[Path, typer.Argument(help="where the export goes: a directory, or a file where the format is one")],
     form: Annotated[str, typer.Option("--format", help="a format that can be written, speculators say (see `foredraft plugins`)")],
     num_draft_tokens: Annotated[
         int | None,
@@ -40,13 +42,28 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a draft of ours in another format; vLLM and SGLang read ours as it is."""
+    """Write a draft of ours in another format; vLLM and SGLang read ours as it is.
+
+    Options of a format are given as `--outtype q8_0`; `foredraft info FORMAT` lists them.
+    """
     from transformers.utils import logging
 
     from ..formats import export_draft
 
     logging.disable_progress_bar()
-    print(export_draft(draft, out, form, num_draft_tokens))
+    print(export_draft(draft, out, form, num_draft_tokens, **_options(context.args)))
+
+
+def _options(words: list[str]) -> dict[str, Any]:
+    """`--name value` and `--name=value` as options of a plugin, which checks them. Raises `ForedraftError` for what is neither."""
+    options: dict[str, Any] = {}
+    left = list(words)
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        if not name.startswith("--") or not (equals or left):
+            raise ForedraftError(f"'{name}': options of a format are given as --name value")
+        options[name.removeprefix("--").replace("-", "_")] = value if equals else left.pop(0)
+    return options
 
 
 @loads_target

@@ -82,7 +82,7 @@ def evaluate_served(asked: Asked, questions: Mapping[str, list[Any]], out: Path 
 
 def _commands(asked: Asked, engine: Any) -> tuple[list[str], list[str]]:
     """(the server of the target alone, the one with the draft)."""
-    from ..formats.serving import serve_arguments
+    from ..formats.serving import serve_commands
 
     if asked.target is None or asked.draft is None:
         raise ForedraftError("--engine starts a server for --target and --draft: name both; --base-url measures one that runs")
@@ -90,7 +90,7 @@ def _commands(asked: Asked, engine: Any) -> tuple[list[str], list[str]]:
     if plain is None:
         raise ForedraftError(f"engine '{asked.engine}' has no server: leave --engine out, and transformers is measured")
     dtype = ["--dtype", asked.dtype]
-    drafted = serve_arguments(engine, asked.draft, asked.target, asked.num_draft_tokens, asked.loading)
+    drafted = serve_commands(engine, asked.draft, asked.target, asked.num_draft_tokens, asked.loading)[-1]
     return [*plain, *engine.repository_arguments(asked.loading), *dtype], [*drafted, *dtype]
 
 

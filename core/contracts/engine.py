@@ -14,7 +14,7 @@ from .plugin import Plugin
 
 
 class Files(Protocol):
-    """A draft's directory as it lies on disk; `foredraft.files.Checkpoint` is one."""
+    """A draft's directory, or file, as it lies on disk; `foredraft.files.Checkpoint` is one."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -23,6 +23,9 @@ class Files(Protocol):
     @property
     def tensors(self) -> Mapping[str, Any]:
         """By the names in the files: each has a `shape` and a `dtype`."""
+
+    def tensor(self, name: str) -> Any:
+        """One of them, loaded. Raises `ForedraftError` if its file is damaged."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -88,6 +91,14 @@ class EngineBase(Plugin):
     def accepted(self, before: Metrics, after: Metrics) -> Accepted | None:
         """What the server accepted between two looks at its counters; None where they do not tell."""
         return None
+
+    def refuses_target(self, target: str) -> str | None:
+        """Why this engine cannot serve the target in a directory, in a file or on the hub; None if nothing speaks against it."""
+        return None
+
+    def prepare(self, config: Config, draft: str, target: str) -> list[str]:
+        """A command to be run once before `arguments`, where the draft is served from another file than ours; none as a rule."""
+        return []
 
     def findings(self, checkpoint: Files) -> list[Finding]:
         """What goes wrong with a draft's files in this engine, beside what is wrong with them anywhere."""

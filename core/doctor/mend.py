@@ -34,6 +34,8 @@ def mend(
     """
     out = Path(out)
     check_new(out)
+    if subject.draft.path.is_file():
+        raise ForedraftError(f"'{subject.draft.path}' is one file: `foredraft import` it, mend what comes out, and export that")
     if unread := [f.found for f in subject.draft.findings]:
         raise ForedraftError(f"'{subject.draft.path}' cannot be mended, as it could not be read: {unread[0]}")
     asked, tried = {f.id for f in findings} & set(MENDS), set[str]()

@@ -7,8 +7,10 @@ from typing import Any
 
 from ..contracts.finding import Finding, note
 from ..files.hub import TARGET, download, find_draft
-from ..files.raw import Checkpoint
+from ..files.raw import Checkpoint, TensorInfo
 from ..registry import Registry
+from ..target.gguf import TABLES, is_gguf, read_gguf
+from ..target.loading import load_config
 from . import config, origin, pair, plugins, record, rope, tensors, vocabulary
 from .plugins import stumbling
 from .subject import Subject
@@ -27,9 +29,18 @@ def open_subject(
     draft: str | Path, target: str | Path | None = None, revision: str | None = None, registry: Registry | None = None
 ) -> Subject:
     """A draft and its target, each a directory or an id on the hub, opened. Raises `ForedraftError` if one is not there."""
-    if target is not None and not Path(target).is_dir():
-        target = download(str(target), TARGET, "target", revision)
-    return Subject(Checkpoint.open(find_draft(draft)), Checkpoint.open(target) if target else None, registry)
+    return Subject(Checkpoint.open(find_draft(draft), registry), _target(target, revision) if target else None, registry)
+
+
+def _target(target: str | Path, revision: str | None) -> Checkpoint:
+    """A target's config and tensors; of one that is a file, embedding and head."""
+    if is_gguf(target):
+        config, held = load_config(str(target)).to_dict(), read_gguf(target)
+        tables = {ours: theirs for theirs, ours in TABLES.items() if theirs in held.tensors}
+        infos = {ours: TensorInfo(*held.tensors[theirs], Path(target)) for ours, theirs in tables.items()}
+        return Checkpoint(Path(target), config, infos, _load=lambda name: held.load(tables[name]))
+    directory = target if Path(target).is_dir() else download(str(target), TARGET, "target", revision)
+    return Checkpoint.open(directory)
 
 
 def examine_subject(subject: Subject) -> list[Finding]:

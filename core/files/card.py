@@ -73,7 +73,8 @@ def _commands(fields: Mapping[str, Any], target: str) -> dict[str, str]:
         with suppress(Exception):  # an engine is a plugin, and a draft is saved whatever it stumbles over
             engine = cls()
             if not engine.refuses(fields):
-                commands[engine.summary or engine.name] = shlex.join(engine.arguments(fields, "DRAFT", target, tokens))
+                lines = (engine.prepare(fields, "DRAFT", target), engine.arguments(fields, "DRAFT", target, tokens))
+                commands[engine.summary or engine.name] = "\n".join(shlex.join(words) for words in lines if words)
     return commands
 
 

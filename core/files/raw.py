@@ -1,13 +1,14 @@
 """A draft's directory as it lies on disk, ours or a peer's, read without trust: what is malformed becomes a finding."""
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.finding import Finding
 from ..errors import ForedraftError
+from ..registry import Registry, default_registry
 from .reading import read_json
 from .writing import finish
 
@@ -33,15 +34,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A draft's directory: its config, and its tensors by name, none of them loaded.
+    """A draft's directory, or its one file: its config, and its tensors by name, none of them loaded.
 
-    Weights are safetensors, single or sharded with an index, or else a PyTorch pickle, which is read with `weights_only=True`: no
-    code of its author runs.
+    The format of a file reads it. Weights in a directory are safetensors, single or sharded with an index, or else a PyTorch pickle,
+    which is read with `weights_only=True`: no code of its author runs.
     """
 
     path: Path
     config: Mapping[str, Any]
-    """`config.json` as it stands; empty if it is no JSON object."""
+    """`config.json` as it stands; empty if it is no JSON object. Of a file, what its format makes of it."""
     tensors: Mapping[str, TensorInfo]
     """By the names in the files."""
     findings: tuple[Finding, ...] = ()
@@ -49,17 +50,38 @@ class Checkpoint:
     doubles: Mapping[str, Path] = field(default_factory=dict)
     """Another file, for each tensor that two files hold without an index that says which counts."""
     _loaded: Mapping[str, "Tensor"] = field(default_factory=dict, repr=False)
+    _load: "Callable[[str], Tensor] | None" = field(default=None, repr=False)
 
     @classmethod
-    def open(cls, path: str | Path) -> "Checkpoint":
-        """Read a directory. Raises `ForedraftError` if it is none; all else that is wrong with it is in `findings`."""
+    def open(cls, path: str | Path, registry: Registry | None = None) -> "Checkpoint":
+        """Read a directory, or a file by the format in `registry` whose files end so.
+
+        Raises `ForedraftError` if it is neither; all else that is wrong with it is in `findings`.
+        """
         path = Path(path)
+        if path.is_file() and (form := form_of_file(path, registry)):
+            return cls._of_file(path, form)
         if not path.is_dir():
             raise ForedraftError(f"'{path}' is no directory: name the one that holds the draft's config.json and weights")
         finish(path)
         reader = _Reader(path)
         config = reader.json(path / "config.json", "config-json")
         return cls(path, config, reader.tensors(), tuple(reader.findings), reader.doubles, reader.pickled)
+
+    @classmethod
+    def _of_file(cls, path: Path, form: Any) -> "Checkpoint":
+        try:
+            held = form().open(path)
+        except ForedraftError:
+            raise
+        except Exception as error:  # whatever its library raises
+            text = f"{path.name} could not be read as {form.name}: {type(error).__name__}: {error}"[:300]
+            damage = Finding(
+                "weights-damaged", "error", text, "nothing can be loaded", "copy the file anew; it was cut off, or is no such file"
+            )
+            return cls(path, {}, {}, (damage,))
+        infos = {name: TensorInfo(shape, dtype, path) for name, (shape, dtype) in held.tensors.items()}
+        return cls(path, held.config, infos, _load=held.load)
 
     def changed(self, config: Mapping[str, Any], tensors: "Mapping[str, Tensor | None]") -> "Checkpoint":
         """What the directory would be with this config, and with some tensors replaced, added, or left out (None)."""
@@ -71,7 +93,15 @@ class Checkpoint:
     def tensor(self, name: str) -> "Tensor":
         """Load one tensor. Raises `KeyError` for a name that is not in `tensors`, `ForedraftError` if its file is damaged."""
         info = self.tensors[name]
-        return self._loaded[name] if name in self._loaded else read_tensor(info.file, name)
+        if name in self._loaded:
+            return self._loaded[name]
+        return self._load(name) if self._load else read_tensor(info.file, name)
+
+
+def form_of_file(path: Path, registry: Registry | None = None) -> Any:
+    """The format whose files end as this one; None if there is none, as for a directory."""
+    forms = (registry or default_registry()).formats().values()
+    return next((form for form in forms if form.suffix and path.name.endswith(form.suffix)), None)
 
 
 def read_tensor(file: Path, name: str) -> "Tensor":

@@ -145,6 +145,8 @@ def read_json(file: str | Path) -> dict[str, Any]:
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The `config.json` of a directory as a dict. Raises `ForedraftError` if it is missing or no JSON object."""
+    if Path(path).is_file():
+        raise ForedraftError(f"'{path}' is a file, a directory with a config.json is expected: `foredraft import` makes one of a draft")
     finish(path)
     file = Path(path) / "config.json"
     if not file.exists():

@@ -106,11 +106,21 @@ def check_new(path: str | Path) -> None:
 
 def write_text(file: str | Path, text: str) -> None:
     """Write a text file, all or nothing. Raises `ForedraftError` if it cannot be written."""
+    with replacing_file(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing_file(file: str | Path) -> Iterator[Path]:
+    """A temporary file that takes the place of `file` if the block succeeds, and vanishes if it fails.
+
+    Raises `ForedraftError` if it cannot be written.
+    """
     file = Path(file)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         os.replace(temporary, file)
     except OSError as error:
         raise ForedraftError(f"could not write '{file}': {error}") from error

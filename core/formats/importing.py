@@ -51,14 +51,14 @@ def import_draft(source: str | Path, out: str | Path, target: str, registry: Reg
     of the checkpoint's author runs. Raises `ForedraftError` for what is not recognised, damaged, or beyond what a draft of ours computes.
     """
     check_new(out)
-    checkpoint = Checkpoint.open(find_draft(source))
+    registry = registry or default_registry()
+    checkpoint = Checkpoint.open(find_draft(source), registry)
     if checkpoint.findings:
         raise ForedraftError(f"'{source}' cannot be read:\n" + "\n".join(f"  {f.found}; {f.mend}" for f in checkpoint.findings))
     if "foredraft" in checkpoint.config:
         raise ForedraftError(f"'{source}' is a draft of foredraft's already: use it as it is")
     if (checkpoint.path / SIDE_FILE).exists():
         raise ForedraftError(f"'{source}' holds {SIDE_FILE}: its mask token has an embedding of its own; ours is the target's")
-    registry = registry or default_registry()
     content = recognise(checkpoint.config, checkpoint.tensors, registry)
     work = _Import(checkpoint, content, target, registry, loading, content.form.notes(checkpoint.config))
     draft = work.draft()

@@ -27,7 +27,7 @@ def open_draft(
     Raises `ForedraftError` as `auto_draft` and `import_draft` do, and if the draft is by another algorithm than the one asked for.
     """
     path = find_draft(name)
-    if "foredraft" in read_config(path):
+    if not path.is_file() and "foredraft" in read_config(path):
         return auto_draft(path, algorithm, registry=registry, **options)
     with TemporaryDirectory() as folder:
         ours = import_draft(path, Path(folder) / "draft", target, registry, loading).path

@@ -25,6 +25,7 @@ from ..contracts.loading import PLAIN, Loading, Rendering, Repository
 from ..data import Reader, tokenizer_of, with_template
 from ..errors import ForedraftError
 from ..registry import default_registry
+from .gguf import check_readable, completed, is_gguf, plain, source, with_digits
 from .weights import is_settled
 
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
@@ -35,7 +36,7 @@ def load_config(name: str, loading: Repository = PLAIN) -> PretrainedConfig:
     default_registry()  # a plugin may bring the classes of its targets
     try:
         _check_there(name)
-        config = AutoConfig.from_pretrained(name, **loading.source)
+        config = completed(AutoConfig.from_pretrained(**source(name), **loading.source), name)
         model = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
         if loading.trust_remote_code and model:  # AutoModel registers it as it loads; drafts are planned before that
             cls = get_class_from_dynamic_module(model, name, **{"revision": loading.revision} if loading.revision else {})
@@ -54,7 +55,7 @@ def load_tokenizer(name: str, loading: Loading = PLAIN, images: bool = False) ->
     what, auto = ("processor", AutoProcessor) if images else ("tokenizer", AutoTokenizer)
     try:
         _check_there(name)
-        reader = auto.from_pretrained(name, **loading.source)
+        reader = with_digits(auto.from_pretrained(**source(name), **loading.source), name)
     except (OSError, ValueError, ImportError) as error:
         raise ForedraftError(f"the {what} of target '{name}' could not be loaded: {error}") from error
     if images and not hasattr(reader, "image_processor"):
@@ -68,6 +69,8 @@ def load_target(name: str, dtype: str, loading: Loading = PLAIN, device: str | t
     """The target in a directory or on the hub, on `device` unless `loading` says where. Raises `ForedraftError` if it is not there."""
     config = load_config(name, loading)
     how = dict(loading.model)
+    if is_gguf(name):
+        how["config"] = config
     if torch.device(device).type != "cpu" and not {"device_map", "tp_plan"} & how.keys():
         how["device_map"] = {"": torch.device(device)}  # read straight to it, not by way of the host's memory
     try:
@@ -75,7 +78,7 @@ def load_target(name: str, dtype: str, loading: Loading = PLAIN, device: str | t
             how["distributed_config"] = DistributedConfig(tp_plan=plan)
         if quantization := how.pop("quantization", None):
             how["quantization_config"] = AutoQuantizationConfig.from_dict(dict(quantization))
-        model = auto_class(config).from_pretrained(name, dtype=dtype, **how)
+        model = plain(auto_class(config).from_pretrained(**source(name), dtype=dtype, **how), name)
     except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
         raise ForedraftError(f"target '{name}' could not be loaded: {error}") from error
     if loading.device_map is not None and not hasattr(model, "hf_device_map"):  # transformers notes a map of several devices alone
@@ -95,8 +98,10 @@ def place(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel
 
 def _check_there(name: str) -> None:
     """Raises `OSError` for what can only be a directory and is none: the hub need not be asked, and would only confuse."""
-    if not Path(name).is_dir() and (Path(name).exists() or not HUB_ID.fullmatch(name)):
-        raise NotADirectoryError("it is a file, a directory is expected" if Path(name).exists() else "no such directory")
+    if is_gguf(name):
+        check_readable(name)
+    elif not Path(name).is_dir() and (Path(name).exists() or not HUB_ID.fullmatch(name)):
+        raise NotADirectoryError("it is a file, a directory (or a .gguf) is expected" if Path(name).exists() else "no such directory")
 
 
 def _base_of(name: str, loading: Repository) -> str | None:

@@ -17,6 +17,7 @@ from ..contracts.draft import DraftModel
 from ..contracts.loading import PLAIN, Repository
 from ..errors import ForedraftError
 from ..files.reading import read_json
+from .gguf import is_gguf
 from .loading import load_config
 from .weights import is_plain, own_tensors
 
@@ -65,6 +66,11 @@ def check_named(made: Mapping[str, Any], name: str, repository: Repository = PLA
     Raises `ForedraftError` if there is no such directory, or one of another shape; warns where there is nothing to look at.
     """
     directory = Path(name)
+    if is_gguf(name):
+        config = load_config(name, repository)
+        check_shape(made, config)
+        _warn(made, config, {})
+        return
     if not directory.is_dir():
         if directory.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
             raise ForedraftError(f"no target at '{name}': no such directory, and no id on the hub")

@@ -12,11 +12,11 @@ from ..auto import auto_draft
 from ..contracts.finding import Finding
 from ..contracts.format import FormatBase
 from ..errors import ForedraftError
-from ..files.ours import write_files
 from ..files.raw import Checkpoint
 from ..files.tensor_names import TARGET_HEAD
 from ..formats import import_draft
 from ..formats.content import algorithm_of, recognise
+from ..formats.exporting import write_as
 from ..registry import DEFAULT_ALGORITHM
 from .case import Case, likeliest, reduced
 from .common import Conformance, gap, missing, registry_of, shipped
@@ -74,6 +74,8 @@ class FormatTests(Conformance):
         assert found == form.name, f"what '{form.name}' writes is taken for '{found}': recognises() or `priority` must tell them apart"
         tensors = own_tensors(case.draft)
         for other in (cls for cls in shipped().formats().values() if cls is not form and cls.written()):
+            if other().refuses(case.draft.config.to_dict()):
+                continue
             config, names = other().write(case.draft, tensors, algorithm_of(tensors, shipped()), 3)
             found = recognise(config, names, self.registry(form)).form.name
             assert found == other.name, f"what '{other.name}' writes is taken for '{found}': recognises() claims too much"
@@ -86,7 +88,9 @@ class FormatTests(Conformance):
         before = {name: tensor.clone() for name, tensor in case.draft.state_dict().items()}
         self.written(form, case.draft, tmp_path / "theirs")
         case.model.save_pretrained(tmp_path / "target")
-        read = import_draft(tmp_path / "theirs", tmp_path / "ours", str(tmp_path / "target"), self.registry(form, type(case.method)))
+        read = import_draft(
+            tmp_path / f"theirs{form.suffix}", tmp_path / "ours", str(tmp_path / "target"), self.registry(form, type(case.method))
+        )
         assert read.form == form.name
         again: Any = auto_draft(tmp_path / "ours", registry=self.registry(form, type(case.method)))
         again.take_head(case.model) if not again.complete else None
@@ -130,9 +134,9 @@ class FormatTests(Conformance):
     def written(self, form: type[FormatBase], draft: Any, directory: Path) -> Checkpoint:
         """The draft in the format, on disk."""
         config, tensors = self.write(form, draft, own_tensors(draft))
-        directory.mkdir()
-        write_files(directory, config, tensors)
-        return Checkpoint.open(directory)
+        place = directory.with_name(directory.name + form.suffix)
+        write_as(form(), place, config, tensors)
+        return Checkpoint.open(place, self.registry(form))
 
 
 @torch.no_grad()

@@ -1,0 +1,341 @@
+"""GGUF as llama.cpp's build 11434 reads drafts: EAGLE-3 (`eagle3`) and DFlash (`dflash`), a file each."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from foredraft import ForedraftError, FormatBase, hookimpl
+from foredraft.contracts import Config
+from foredraft.contracts.engine import architecture_of, drafts_in_parallel
+from foredraft.contracts.format import OneFile
+from foredraft.contracts.options import Frozen
+from foredraft.target.gguf import OWN_ROPE, is_gguf, library, read_gguf, rope_parameters, shortest
+from foredraft.target.loading import load_tokenizer
+
+BUILD = "llama.cpp (build 11434)"
+INSIDE = "gguf"
+"""The metadata of a file, inside what stands for its `config.json`."""
+KINDS = {
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Qwen3ForCausalLM": "eagle3",
+    "DFlashDraftModel": "dflash",
+}
+"""Its architecture for ours."""
+OUTER = {
+    "embed_tokens": "token_embd",
+    "fc": "fc",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "hidden_norm": "enc.output_norm",
+}
+INNER = {
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+PERMUTED = {"eagle3": ("attn_q", "attn_k"), "dflash": ()}
+"""What its rotary embedding wants in adjacent pairs; ours, as transformers', turns the halves of a head against each other."""
+TARGETS = (
+    *("llama", "mistral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    *("gpt_oss", "lfm2", "mimo_v2", "minimax", "minimax_m2", "nemotron_h", "nanbeige", "deepseek_v4"),
+)
+"""Model types of targets whose graph hands out what its layers read; at any other the process ends. Gemma 4's does, too, but scales the
+embeddings that a draft shares: untried."""
+
+
+class GGUFOptions(Frozen):
+    """Options of the export."""
+
+    outtype: Literal["auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = Field(
+        "auto", description="of the matrices (norms stay f32); auto: as the draft is saved"
+    )
+    target: str | None = Field(
+        None, description="GGUF file or directory of the target, whose tokens the file lists; default: the one that the draft names"
+    )
+
+
+class GGUF(FormatBase):
+    """Read and written. What llama.cpp computes otherwise than the draft was trained is refused: it would not notice most of it."""
+
+    name = "gguf"
+    summary = "EAGLE-3 and DFlash drafts for llama.cpp"
+    sign = "a .gguf file of architecture eagle3 or dflash"
+    suffix = ".gguf"
+    Options = GGUFOptions
+
+    def recognises(self, names: Collection[str], config: Config) -> bool:
+        """By the file."""
+        return isinstance(config.get(INSIDE), Mapping)
+
+    def rename(self, name: str) -> str | None:
+        """Frequencies of the rotary embedding are told by the config."""
+        if name in ("d2t", "rope_freqs.weight"):
+            return name if name == "d2t" else None
+        if name.startswith("blk."):
+            _, layer, rest = name.split(".", 2)
+            return f"layers.{layer}.{_renamed(rest, {theirs: ours for ours, theirs in INNER.items()})}"
+        return _renamed(name, {theirs: ours for ours, theirs in OUTER.items()})
+
+    def flatten(self, config: Config) -> dict[str, Any]:
+        """Metadata by the names that engines know. Raises `ForedraftError` for another architecture."""
+        data = config.get(INSIDE)
+        kind = data.get("general.architecture") if isinstance(data, Mapping) else None
+        if not isinstance(data, Mapping) or kind not in PERMUTED:
+            raise ForedraftError(f"a GGUF file of architecture {str(kind)[:40]!r}: {BUILD} drafts with {', '.join(PERMUTED)}")
+
+        def told(key: str) -> Any:
+            return shortest(data.get(f"{kind}.{key}"))
+
+        heads, width = told("attention.head_count"), told("embedding_length")
+        fields = {
+            "num_hidden_layers": told("block_count"),
+            "max_position_embeddings": told("context_length"),
+            "hidden_size": width,
+            "intermediate_size": told("feed_forward_length"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": told("attention.head_count_kv"),
+            "head_dim": told("attention.key_length"),
+            "rms_norm_eps": told("attention.layer_norm_rms_epsilon"),
+            "rope_parameters": rope_parameters(data, str(kind), data.get("rope_freqs")),
+            "target_hidden_size": told("target_hidden_size"),
+            "vocab_size": tokens if isinstance(tokens := data.get("tokenizer.ggml.tokens"), int) else told("vocab_size"),
+            "draft_vocab_size": data.get("d2t"),
+            "eagle_aux_hidden_state_layer_ids": told("target_layers"),
+            "norm_before_residual": told("norm_before_residual"),
+            "norm_before_fc": told("norm_before_fc"),
+        }
+        if kind == "dflash":
+            fields |= {
+                "block_size": told("block_size"),
+                "mask_token_id": data.get("tokenizer.ggml.mask_token_id"),
+                "causal": told("attention.causal"),
+                "hidden_act": told("hidden_act"),
+                "use_swa": any(pattern) if isinstance(pattern := told("attention.sliding_window_pattern"), list) else None,
+                "input_embedding_scale": told("embedding_scale"),
+                "logit_scale": told("logit_scale"),
+                "attention_value_scale": told("attention.value_scale"),
+                "final_logit_softcapping": told("final_logit_softcapping"),
+            }
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def notes(self, config: Config) -> list[str]:
+        """Quantised weights are read as what they stand for."""
+        packed = config[INSIDE].get("packed")
+        return [f"its weights were {packed}: read as the floats that they stand for"] if packed else []
+
+    def refuses(self, config: Config) -> list[str]:
+        """What its graphs do not compute, or abort at."""
+        architecture = architecture_of(config)
+        kind, made = KINDS.get(architecture), config["foredraft"]
+        if config.get("kv_lora_rank"):
+            return [f"kv_lora_rank: latent attention, its drafts have grouped-query attention ({BUILD})"]
+        if kind is None or (kind == "eagle3" and drafts_in_parallel(config)):
+            what = "that drafts in parallel (P-EAGLE)" if kind else architecture
+            return [f"{BUILD} has no architecture for a draft {what}: it runs {' and '.join(PERMUTED)}"]
+        wants = {
+            "attention_bias": (config.get("attention_bias"), "biases in attention: it reads none"),
+            "mlp_bias": (config.get("mlp_bias"), "biases in the feed-forward: it reads none"),
+            "hidden_act": (config.get("hidden_act") != "silu", f"activation {config.get('hidden_act')}: it computes silu"),
+        }
+        if kind == "eagle3":
+            layers, aux = config.get("num_hidden_layers"), config.get("num_aux_hidden_states")
+            wants |= {
+                "num_hidden_layers": (layers != 1, f"{layers} layers: it runs drafts of one"),
+                "num_aux_hidden_states": (aux != 3, f"{aux} aux layers: it reads exactly 3"),
+                "fc_norm": (config.get("fc_norm"), "one norm per aux state: it knows one over all of them (norm_before_fc), another thing"),
+                "norm_output": (config.get("norm_output"), "the normed state is fed back: it feeds back the state before the norm"),
+                "qk_norm": (made["spec"]["qk_norm"], "norms on queries and keys: it applies none"),
+            }
+        else:
+            widths = config.get("target_hidden_size"), config.get("hidden_size")
+            wants["target_hidden_size"] = (widths[0] != widths[1], f"{widths[1]}, the target's is {widths[0]}: it takes them for one")
+        model = made["target"]["model_type"]
+        aborts = f"model_type {model}: drafts are served beside {', '.join(TARGETS)}; other graphs hand out no layer inputs, and abort"
+        wants["target"] = (model not in TARGETS, aborts)
+        return [f"{name}: {text} ({BUILD})" for name, (bad, text) in wants.items() if bad]
+
+    def write(
+        self, draft: Any, tensors: Mapping[str, Tensor], algorithm: str | None, num_tokens: int
+    ) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+        """Metadata, the tokens among it, and tensors. Raises `ForedraftError` for tensors without a name there."""
+        config = draft.config
+        if reasons := self.refuses(config.to_dict()):
+            raise ForedraftError("\n  ".join(reasons))
+        kind = KINDS[config.foredraft["architecture"]]
+        factors, scaling = _rope(draft.rotary_emb, config.rope_parameters)
+        stated = {
+            "block_count": config.num_hidden_layers,
+            "context_length": config.max_position_embeddings,
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": config.intermediate_size,
+            "attention.head_count": config.num_attention_heads,
+            "attention.head_count_kv": config.num_key_value_heads,
+            "attention.key_length": config.head_dim,
+            "attention.value_length": config.head_dim,
+            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            "rope.dimension_count": config.head_dim,
+            **scaling,
+            "vocab_size": config.vocab_size,
+            "target_layers": list(config.aux_layers),
+        }
+        tokens = _tokens(self.options.target, config.foredraft["target"]["name"], config.vocab_size)
+        if kind == "eagle3":
+            stated |= {
+                "target_hidden_size": config.target_hidden_size,
+                "norm_before_residual": bool(config.norm_before_residual),
+            }
+        else:
+            stated["block_size"] = draft.algorithm.max_tokens + 1
+            tokens["tokenizer.ggml.mask_token_id"] = config.mask_token_id
+        data = {"general.architecture": kind, **{f"{kind}.{key}": value for key, value in stated.items()}, **tokens}
+        return {INSIDE: data}, {**self._named(kind, config, tensors), **({"rope_freqs.weight": factors} if factors is not None else {})}
+
+    def _named(self, kind: str, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        ours = {_gguf_name(name): name for name in tensors if name not in ("d2t", "t2d")}
+        if None in ours:
+            raise ForedraftError(f"{ours[None]}: {kind} of {BUILD} has no such tensor")
+        named = {theirs: tensors[name] for theirs, name in ours.items() if theirs}
+        for theirs in [name for name in named if name.split(".")[2:3] and name.split(".")[2] in PERMUTED[kind]]:
+            named[theirs] = _paired(named[theirs], config.head_dim)
+        if "d2t" in tensors:
+            named["d2t"] = tensors["d2t"].new_tensor(range(len(tensors["d2t"]))) + tensors["d2t"]
+        return named
+
+    def save(self, file: Path, config: Config, tensors: Mapping[str, Tensor]) -> None:
+        """The matrices as `outtype` says."""
+        gguf, data, kind = library(), dict(config[INSIDE]), self.options.outtype
+        types = {name: _type(tensor, kind, gguf) for name, tensor in tensors.items()}
+        blocks = {name: gguf.GGML_QUANT_SIZES[t][0] for name, t in types.items()}
+        if odd := [f"{n} of {t.shape[-1]}" for n, t in tensors.items() if t.shape[-1] % blocks[n]]:
+            size = max(blocks.values())
+            raise ForedraftError(f"outtype {kind} packs rows by {size}, no divisor of those of {', '.join(odd)}: choose f16 or bf16")
+        writer = gguf.GGUFWriter(file, data.pop("general.architecture"))
+        for key, value in data.items():
+            writer.add_key_value(key, value, *_value_type(value, gguf))
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                packed = gguf.quantize(tensor.detach().float().numpy(), types[name])
+                writer.add_tensor(name, packed, raw_dtype=types[name])
+            else:
+                writer.add_tensor(name, tensor.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    def open(self, file: Path) -> OneFile:
+        """Metadata and tensors; rows of q and k, and d2t, are made ours as they are loaded."""
+        read = read_gguf(file)
+        data, kind = dict(read.fields), read.fields.get("general.architecture")
+        if "d2t" in read.tensors:
+            data["d2t"] = read.tensors["d2t"][0][0]
+        if "rope_freqs.weight" in read.tensors:
+            data["rope_freqs"] = read.load("rope_freqs.weight").tolist()
+        if read.packed:
+            data["packed"] = ", ".join(read.packed)
+        permuted, dim = PERMUTED.get(str(kind), ()), data.get(f"{kind}.attention.key_length")
+
+        def load(name: str) -> Tensor:
+            tensor = read.load(name)
+            if name == "d2t":
+                return tensor - torch.arange(len(tensor))
+            here = name.startswith("blk.") and name.split(".")[2] in permuted and isinstance(dim, int)
+            return _halved(tensor, dim) if here and dim and tensor.shape[0] % dim == 0 else tensor
+
+        return OneFile({INSIDE: data}, read.tensors, load)
+
+
+def _gguf_name(name: str) -> str | None:
+    """Its name of one of our tensors; None if it has none."""
+    outer, inner = name.removesuffix(".weight"), name.split(".", 2)
+    if outer in OUTER:
+        return f"{OUTER[outer]}.weight"
+    if inner[0] != "layers" or (part := INNER.get(inner[2].removesuffix(".weight"))) is None:
+        return None
+    return f"blk.{inner[1]}.{part}.weight"
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    return f"{names.get(stem := name.removesuffix('.weight'), stem)}{name[len(stem) :]}"
+
+
+def _paired(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows of each head from two halves to adjacent pairs."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _halved(weight: Tensor, head_dim: int) -> Tensor:
+    """The way back."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _rope(rotary: Any, parameters: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
+    """Divisors of the frequencies, None where nothing is scaled, and what the metadata says; any scaling is such a list and a factor."""
+    theta = float(parameters["rope_theta"])
+    stated: dict[str, Any] = {"rope.freq_base": theta}
+    if parameters.get("rope_type", "default") == "default":
+        return None, stated
+    size = 2 * len(rotary.inv_freq)
+    factors = theta ** -(torch.arange(0, size, 2).double() / size) / rotary.inv_freq.double()
+    stated |= {"rope.scaling.type": "none", "rope.scaling.attn_factor": float(rotary.attention_scaling)}
+    return factors.float(), {**stated, OWN_ROPE: json.dumps(dict(parameters))}
+
+
+def _tokens(asked: str | None, named: str | None, vocab_size: int) -> dict[str, Any]:
+    """The fields that list the target's tokens: its GGUF file's own; of a directory, their texts; else none but numbers.
+
+    llama.cpp reads of a draft's how many there are, and DFlash's mask token. Raises `ForedraftError` where `asked` has other tokens.
+    """
+    target = asked or (named if named and Path(named).exists() else None)
+    plain = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default", "tokenizer.ggml.merges": ["a b"]}
+    if target is None:
+        return {**plain, "tokenizer.ggml.tokens": [f"<{i}>" for i in range(vocab_size)]}
+    if is_gguf(target):
+        reader = library().GGUFReader(target)
+        fields = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
+        if (found := len(fields.get("tokenizer.ggml.tokens", ()))) != vocab_size:
+            raise ForedraftError(f"target '{target}' has {found} tokens, the draft was made for {vocab_size}: name its own target")
+        return fields
+    ids = load_tokenizer(target).get_vocab()
+    if max(ids.values(), default=0) >= vocab_size:
+        raise ForedraftError(f"target '{target}' has tokens up to {max(ids.values())}, the draft was made for {vocab_size}")
+    texts = {i: text for text, i in ids.items()}
+    return {**plain, "tokenizer.ggml.tokens": [texts.get(i, f"<{i}>") for i in range(vocab_size)]}
+
+
+def _type(tensor: Tensor, outtype: str, gguf: Any) -> Any:
+    """What a tensor is written as."""
+    if not tensor.is_floating_point():
+        return gguf.GGMLQuantizationType.I64
+    own = {torch.float16: "F16", torch.bfloat16: "BF16"}.get(tensor.dtype, "F32")
+    return gguf.GGMLQuantizationType["F32" if tensor.ndim == 1 else own if outtype == "auto" else outtype.upper()]
+
+
+def _value_type(value: Any, gguf: Any) -> tuple[Any, Any]:
+    """What a field is written as; of a list, what its items are."""
+    kinds = gguf.GGUFValueType
+    if isinstance(value, list):
+        inner = _value_type(value[0], gguf)[0]
+        return kinds.ARRAY, kinds.INT32 if inner == kinds.UINT32 else inner
+    return {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}[type(value)], None
+
+
+@hookimpl
+def foredraft_formats() -> list[type]:
+    """The format of this file."""
+    return [GGUF]

@@ -1,0 +1,144 @@
+"""Tiny targets as GGUF files, and llama.cpp's server over them."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from foredraft.plugins.gguf import GGUF, INNER, INSIDE, GGUFOptions, _paired, _rope, _tokens
+from foredraft.target.gguf import TABLES
+
+BINARIES = os.environ.get("FOREDRAFT_LLAMACPP")
+"""The directory of `llama-server`."""
+
+
+def write_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None, file: Path, outtype: str = "auto") -> Path:
+    """A Llama or Qwen3 target as llama.cpp's own converter writes it; without a tokenizer its tokens are numbers."""
+    config: Any = model.config
+    kind = config.model_type
+    data = {
+        "general.architecture": kind,
+        "general.name": "tiny",
+        f"{kind}.block_count": config.num_hidden_layers,
+        f"{kind}.context_length": config.max_position_embeddings,
+        f"{kind}.embedding_length": config.hidden_size,
+        f"{kind}.feed_forward_length": config.intermediate_size,
+        f"{kind}.attention.head_count": config.num_attention_heads,
+        f"{kind}.attention.head_count_kv": config.num_key_value_heads,
+        f"{kind}.attention.key_length": config.head_dim,
+        f"{kind}.attention.value_length": config.head_dim,
+        f"{kind}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{kind}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        f"{kind}.rope.dimension_count": config.head_dim,
+        f"{kind}.vocab_size": config.vocab_size,
+        **(_tokens(None, None, config.vocab_size) if tokenizer is None else words_of(tokenizer, config.vocab_size)),
+        "tokenizer.ggml.eos_token_id": config.vocab_size - 1 if tokenizer is None else tokenizer.eos_token_id,
+    }
+    tensors: dict[str, Any] = {}
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        length = rope["original_max_position_embeddings"]
+        scaling = {"type": "yarn", "factor": rope["factor"], "original_context_length": length}
+        data |= {f"{kind}.rope.scaling.{name}": value for name, value in scaling.items()}
+    elif rope["rope_type"] != "default":
+        tensors["rope_freqs.weight"] = _rope(model.model.rotary_emb, rope)[0]
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        theirs = {**{ours: other for other, ours in TABLES.items()}, "model.norm.weight": "output_norm.weight"}.get(name)
+        if theirs is None:
+            _, _, layer, rest = name.split(".", 3)
+            theirs = f"blk.{layer}.{INNER[rest.removesuffix('.weight')]}.weight"
+            if kind == "llama" and theirs.split(".")[2] in ("attn_q", "attn_k"):
+                tensor = _paired(tensor, config.head_dim)
+        tensors[theirs] = tensor.contiguous()
+    GGUF(GGUFOptions(outtype=outtype)).save(file, {INSIDE: data}, tensors)  # type: ignore[arg-type]
+    return file
+
+
+def words_of(tokenizer: PreTrainedTokenizerFast, size: int) -> dict[str, Any]:
+    """The fields of a byte-level tokenizer, padded to `size` tokens."""
+    tokens = [text for text, _ in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])]
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*tokens, *(f"[{i}]" for i in range(len(tokens), size))],
+        "tokenizer.ggml.token_type": [3 if i in special else 1 for i in range(size)],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
+
+
+class Server:
+    """One `llama-server` on a free port, which ends with the block."""
+
+    def __init__(self, *arguments: str | Path, folder: Path):
+        assert BINARIES
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{port}", folder / "server.log"
+        common = ["--host", "127.0.0.1", "--port", port, "-t", 1, "-np", 1, "-c", 512, "-ctk", "f32", "-ctv", "f32", "--no-webui"]
+        command = [Path(BINARIES) / "llama-server", *common, "--no-repack", "-lv", 5, "--metrics", *arguments]
+        environment = {**os.environ, "LD_LIBRARY_PATH": f"{BINARIES}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+    def __enter__(self) -> "Server":
+        end = time.monotonic() + 120
+        while True:
+            try:
+                if self.ask("/health")["status"] == "ok":
+                    return self
+            except OSError:
+                time.sleep(0.2)
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.__exit__()
+                raise AssertionError(f"llama-server did not start: {self.text()[-4000:]}")
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.loads(answer.read())
+
+    def generate(self, ids: list[int], tokens: int) -> tuple[list[int], dict[str, Any]]:
+        """Greedy tokens, and what the server says of them."""
+        body = {"prompt": ids, "n_predict": tokens, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+        answer = self.ask("/completion", body)
+        return answer["tokens"], answer["timings"]
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def drafted(self) -> list[list[int]]:
+        """The best candidate at each position of each draft, in the order in which they were made."""
+        drafts: list[list[int]] = []
+        last = -1
+        for match in re.finditer(r"draft candidate\s+0, pos\s+(\d+):\s+(\d+)", self.text()):
+            if int(match[1]) <= last or not drafts:
+                drafts.append([])
+            last = int(match[1])
+            drafts[-1].append(int(match[2]))
+        return drafts
+
+    def metrics(self) -> list[float]:
+        """The share of drafts accepted up to position 1, 2, ..."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        drafts = float(re.search(r"^llamacpp:spec_decode_num_drafts_total (\S+)", text, re.M)[1])  # type: ignore[index]
+        per_position = re.findall(r'^llamacpp:spec_decode_\w*per_pos_total{[^}]*position="(\d+)"[^}]*} (\S+)', text, re.M)
+        return [float(count) / drafts for _, count in sorted(per_position, key=lambda pair: int(pair[0]))]

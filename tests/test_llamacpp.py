@@ -1,0 +1,149 @@
+"""Real llama.cpp on the CPU serves what was exported: same text with and without the draft, and every drafted token is ours.
+
+Needs `FOREDRAFT_LLAMACPP`, the directory of `llama-server` (docs/engines.md says how to build one); some seconds per pair.
+"""
+
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_gguf import BINARIES, Server, write_target
+from test_vllm import DRAFTED, LLAMA3, NEW, accepted, in_foredraft, matrix, prompts
+
+from foredraft import default_registry, save_draft
+from foredraft.formats import export_draft, serve_command
+from foredraft.target.loading import load_target
+
+pytestmark = [pytest.mark.llamacpp, pytest.mark.skipif(BINARIES is None, reason="FOREDRAFT_LLAMACPP names no directory of llama-server")]
+STEPS = 25
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+SHAPE = {**matrix.SHAPE, "head_dim": 32}
+matrix.TARGETS.update(
+    {
+        "Llama": {"model_type": "llama", **SHAPE, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e4, **LLAMA3}},
+        "Llama, linear": {"model_type": "llama", **SHAPE, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+        "Qwen3, yarn": {"model_type": "qwen3", **SHAPE, "tie_word_embeddings": True, "rope_parameters": YARN},
+    }
+)
+PAIRS = [
+    ("Llama", "EAGLE-3"),
+    ("Llama, linear", "EAGLE-3, normed residual"),
+    ("Qwen3, yarn", "EAGLE-3"),
+    ("Llama", "DFlash"),
+    ("Qwen3, yarn", "DFlash"),
+]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llamacpp")
+
+
+@cache
+def served_target(family: str, folder: Path, outtype: str = "f32") -> Path:
+    return write_target(matrix.trained_target(family), None, folder / f"{family} {outtype}.gguf", outtype)
+
+
+@cache
+def exported(family: str, algorithm: str, folder: Path, outtype: str = "f32") -> tuple[Any, Path]:
+    """A draft and its file."""
+    draft, _ = matrix.run(family, algorithm, steps=STEPS)
+    path, out = folder / f"{family} {algorithm}", folder / f"{family} {algorithm} {outtype}.gguf"
+    save_draft(draft, path)
+    return draft, export_draft(path, out, "gguf", outtype=outtype, target=str(served_target(family, folder)))
+
+
+@cache
+def plain(family: str, folder: Path, outtype: str = "f32") -> list[list[int]]:
+    with Server("-m", served_target(family, folder, outtype), folder=folder) as server:
+        return [server.generate(prompt, NEW)[0] for prompt in prompts()]
+
+
+def drafting(target: Path, draft: Path) -> list[str]:
+    """What `foredraft serve-command` prints, but for the program; both caches hold float32."""
+    words = serve_command(default_registry().engine("llamacpp")(), draft, str(target), DRAFTED)
+    return [*shlex.split(words)[1:], "-ctkd", "f32", "-ctvd", "f32"]
+
+
+@pytest.mark.parametrize(("family", "algorithm"), PAIRS)
+def test_llamacpp_writes_the_same_text_and_drafts_what_we_draft(family: str, algorithm: str, folder: Path) -> None:
+    target = served_target(family, folder)
+    draft, file = exported(family, algorithm, folder)
+    model = load_target(str(target), "float32").eval()
+    if not draft.complete:
+        draft.take_head(model)
+    counts, compared, drafts_made = [0] * DRAFTED, 0, 0
+    with Server(*drafting(target, file), folder=folder) as server:
+        for prompt, text in zip(prompts(), plain(family, folder), strict=True):
+            before = len(server.drafted())
+            written, timings = server.generate(prompt, NEW)
+            assert written == text, "llama.cpp's greedy text with the draft is not the one without"
+            assert timings["draft_n"] > 0, "nothing was drafted"
+            continued, ours = in_foredraft(model, draft, prompt, NEW + 2 * DRAFTED)
+            assert text == continued[:NEW], "llama.cpp's greedy text is not transformers'"
+            theirs = dict(zip(sorted(ours), server.drafted()[before:], strict=False))
+            assert len(theirs) > 1
+            for known, tokens in theirs.items():
+                assert tokens == ours[known][: len(tokens)], f"after {known} tokens of {prompt + continued}"
+                compared += len(tokens)
+            counts = [a + b for a, b in zip(counts, accepted(theirs, prompt + continued), strict=True)]
+            drafts_made += len(theirs)
+        metrics = server.metrics()
+    rates = [round(count / drafts_made, 3) for count in counts]
+    print(
+        f"\n{family}, {algorithm}: {compared} of {compared} drafted tokens are ours; accepted per position: ours {rates}, theirs {metrics}"
+    )
+    assert metrics == pytest.approx(rates, abs=0.03), "what is accepted at the end of a request is counted otherwise"
+    assert 0 < rates[0] < 1, "a draft that is always or never right shows little"
+
+
+@pytest.mark.parametrize(("algorithm", "spoilt"), [("EAGLE-3", "target_layers"), ("EAGLE-3", "rows"), ("DFlash", "mask")])
+def test_what_is_wrong_shows(algorithm: str, spoilt: str, folder: Path) -> None:
+    """Layers off by one, rows in the other order, another mask token: the text stays, and the drafts are others."""
+    from foredraft.plugins.gguf import GGUF, INSIDE
+    from foredraft.target.gguf import library, read_gguf
+
+    _, file = exported("Llama", algorithm, folder)
+    raw = read_gguf(file)
+    fields = {name: field.contents() for name, field in library().GGUFReader(file).fields.items() if not name.startswith("GGUF.")}
+    tensors = {name: raw.load(name) for name in raw.tensors}
+    if spoilt == "target_layers":
+        fields["eagle3.target_layers"] = [i - 1 for i in fields["eagle3.target_layers"]]
+    elif spoilt == "mask":
+        fields["tokenizer.ggml.mask_token_id"] = 3
+    else:
+        held = GGUF().open(file)
+        tensors |= {name: held.load(name) for name in tensors if "attn_q" in name or "attn_k" in name}
+    wrong = folder / f"{spoilt}.gguf"
+    GGUF().save(wrong, {INSIDE: fields}, tensors)
+    logs = []
+    for served in (file, wrong):
+        with Server(*drafting(served_target("Llama", folder), served), folder=folder) as server:
+            assert [server.generate(prompt, NEW)[0] for prompt in prompts()] == plain("Llama", folder)
+            logs.append(server.drafted())
+    assert sum(a != b for a, b in zip(*logs, strict=False)) > min(map(len, logs)) / 10
+
+
+@pytest.mark.parametrize("outtype", ["q8_0", "q4_1"])
+def test_quantised(outtype: str, folder: Path) -> None:
+    """Target and draft of few bits: the text is the quantised target's own."""
+    _, file = exported("Llama", "EAGLE-3", folder, outtype)
+    with Server(*drafting(served_target("Llama", folder, outtype), file), folder=folder) as server:
+        for prompt, text in zip(prompts(), plain("Llama", folder, outtype), strict=True):
+            written, timings = server.generate(prompt, NEW)
+            assert written == text
+            assert timings["draft_n"] > 0
+
+
+def test_a_target_is_what_llamacpp_runs(folder: Path) -> None:
+    """A file of Q8_0, dequantised: its greedy text in transformers is llama.cpp's of the same weights as floats."""
+    packed = served_target("Llama", folder, "q8_0")
+    model = load_target(str(packed), "float32").eval()
+    floats = write_target(model, None, folder / "floats.gguf")
+    with Server("-m", floats, folder=folder) as server:
+        for prompt in prompts()[:4]:
+            out = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+            assert server.generate(prompt, NEW)[0] == out[0, len(prompt) :].tolist()
