@@ -1,4 +1,9 @@
-"""Drafts for DeepSeek-V2 and V3 targets (Kimi-K2 and Moonlight are V3s): multi-head latent attention, dense or with experts."""
+"""Drafts for targets with DeepSeek's multi-head latent attention, dense or with experts.
+
+V2, V3 and V3.2, and what engines run by the same code: Kimi-K2 and Moonlight (V3s), GLM-5 (V3.2's sparse attention), Mistral Large 3
+and 4. Behind other families with a latent (MiniCPM3, LongCat, Kimi-Linear, GLM-4.7-Flash) no engine serves a draft with one: theirs is
+Llama-shaped, by the generic adapter.
+"""
 
 from typing import Any, ClassVar
 
@@ -66,12 +71,13 @@ class DeepseekDraftConfig(DraftConfigMixin, DeepseekV3Config):
 class DeepseekV3Draft(BaseDraft):
     """Latent attention with a dense feed-forward.
 
-    V2's attention is V3's up to the order of the rotary dimensions, which queries and keys share; it starts from V2 weights too.
+    V2's attention is V3's up to the order of the rotary dimensions, which queries and keys share; it starts from V2 weights too. Of V3.2's
+    the indexer, by which a layer chooses what it looks at, is left out: engines give a draft none.
     """
 
     name = "deepseek_v3"
-    summary = "latent-attention drafts for DeepSeek-V2, DeepSeek-V3 and Kimi-K2 targets"
-    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "deepseek_v2", "kimi_k2")
+    summary = "latent-attention drafts for DeepSeek-V2, V3 and V3.2, Kimi-K2, GLM-5 and Mistral-4 targets"
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "deepseek_v2", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "mistral4")
     architecture = "Eagle3DeepseekV2ForCausalLM"
     config_class = DeepseekDraftConfig
     norm_class = DeepseekV3RMSNorm

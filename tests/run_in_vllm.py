@@ -1,14 +1,18 @@
-"""Decodes token ids in a real vLLM on the CPU and notes every draft; run by vLLM's own interpreter: `python run_in_vllm.py JOB OUT`.
+"""Decodes token ids in a real vLLM on the CPU and notes every draft; run by vLLM's own interpreter.
 
-JOB is JSON: `llm` (arguments of `vllm.LLM`), `prompts` (lists of ids), `max_tokens`, `ignore_eos`. OUT becomes JSON, too: `ids`
-(per prompt, what was generated), `drafts` (per prompt, [tokens known, drafted ids] of each draft), `drafted` and `accepted` (vLLM's
-own counts, the latter per position), `absent` (parameters of the draft that its file lacks: vLLM does not complain), `seconds`.
+`python run_in_vllm.py` reads lines of JSON, `[JOB, OUT]`, does each in a process of its own that has imported vLLM already, and answers
+each with a line, the process's exit status. JOB is JSON: `llm` (arguments of `vllm.LLM`), `prompts` (lists of ids), `max_tokens`,
+`ignore_eos`, `states` (a file, or null). OUT becomes JSON, too: `ids` (per prompt, what was generated), `drafts` (per prompt, [tokens
+known, drafted ids] of each draft), `drafted` and `accepted` (vLLM's own counts, the latter per position), `absent` (parameters of the
+draft that its file lacks: vLLM does not complain), `seconds`; `states` becomes what the drafter reads of each prompt, by its number:
+the target's final states and the aux states behind them, [L, (1 + aux) x T].
 """
 
 import json
 import os
 import sys
 import time
+import traceback
 from typing import Any
 
 from vllm_on_cpu import work_around
@@ -55,13 +59,46 @@ def note_absent(absent: list[str]) -> None:
     utils.AutoWeightsLoader.load_weights = noting
 
 
+def note_states(forwards: list[Any]) -> None:
+    """Let the model runner write down what each forward of a target read and gave: ids, positions, states."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    forward = GPUModelRunner._model_forward
+
+    def noting(self: Any, *given: Any, **named: Any) -> Any:
+        out = forward(self, *given, **named)
+        ids, positions = (named.get(name, given[i] if len(given) > i else None) for i, name in enumerate(("input_ids", "positions")))
+        if ids is not None and isinstance(out, tuple):
+            final, aux = out
+            forwards.append((ids.clone(), positions.clone(), [t.float().clone() for t in (final, *aux)]))
+        return out
+
+    GPUModelRunner._model_forward = noting
+
+
+def states_of(prompt: list[int], forwards: list[Any]) -> Any:
+    """Final and aux states of a prompt, side by side, from the first forward that read all of it."""
+    import torch
+
+    wanted, length = torch.tensor(prompt), len(prompt)
+    for ids, positions, states in forwards:
+        for start in range(len(ids) - length + 1):
+            at = slice(start, start + length)
+            if torch.equal(ids[at].long(), wanted) and torch.equal(positions[..., at].reshape(-1, length)[0], torch.arange(length)):
+                return torch.cat([t[at] for t in states], dim=-1).contiguous()
+    raise LookupError(f"no forward read the prompt {prompt}")
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """What the module's docstring says of OUT."""
     drafts: dict[str, list[Any]] = {}
     absent: list[str] = []
+    forwards: list[Any] = []
     work_around()
     note_drafts(drafts)
     note_absent(absent)
+    if job["states"]:
+        note_states(forwards)
     from vllm import LLM, SamplingParams
 
     llm = LLM(**job["llm"], enforce_eager=True, enable_prefix_caching=False, async_scheduling=False, disable_log_stats=False, seed=0)
@@ -70,6 +107,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     outputs = llm.generate(prompts, settings, use_tqdm=False)
     seconds = time.perf_counter() - start
+    if job["states"]:
+        from safetensors.torch import save_file
+
+        save_file({str(i): states_of(ids, forwards) for i, ids in enumerate(job["prompts"])}, job["states"])
     counts = {m.name.split("spec_decode_")[-1]: m for m in llm.get_metrics() if "spec_decode" in m.name}
     names = {output.request_id: name for output in outputs for name in drafts if name.split("-")[0] == output.request_id}
     return {
@@ -82,11 +123,30 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    with open(sys.argv[1], encoding="utf-8") as file:
-        asked = json.load(file)
-    result = run(asked)
-    with open(sys.argv[2], "w", encoding="utf-8") as file:
-        json.dump(result, file)
-    sys.stdout.flush()
+def do(job: str, out: str) -> None:
+    """One job, in a process that then ends; what it prints goes beside `out`."""
+    with open(f"{out}.log", "w", encoding="utf-8") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        with open(job, encoding="utf-8") as file:
+            asked = json.load(file)
+        result = run(asked)
+        with open(out, "w", encoding="utf-8") as file:
+            json.dump(result, file)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
     os._exit(0)  # its threads do not all end
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints
+    import vllm  # noqa: F401 (once, for all)
+
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            do(*json.loads(line))
+        print(os.waitpid(child, 0)[1], file=answers, flush=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -25,6 +26,7 @@ from transformers import (
 
 from foredraft import ForedraftError, Registry, auto_draft, generate
 from foredraft.adapters import deepseek_v3
+from foredraft.decoding.compatibility import tiny_model, try_out
 from foredraft.files.ours import load_draft, save_draft
 from foredraft.plugins import eagle3
 
@@ -282,3 +284,19 @@ class TestExperts:
         """It scores experts otherwise: copied weights would mean something else."""
         with pytest.raises(ForedraftError, match="the target is a deepseek_v2, which scores its experts otherwise"):
             auto_draft(CONFIGS["V2"], adapter="deepseek_v3_moe", registry=REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "adapter"), [(t, "deepseek_v3") for t in ("deepseek_v32", "glm_moe_dsa")] + [("minicpm3", "generic")]
+)
+def test_other_families_with_a_latent(model_type: str, adapter: str) -> None:
+    """A latent draft where engines serve one, a Llama-shaped one elsewhere, which says so; both are trained and decode."""
+    model = tiny_model(CONFIG_MAPPING[model_type])
+    draft = try_out(model)
+    latent = adapter == "deepseek_v3"
+    assert (draft.name, hasattr(draft.layers[0].self_attn, "kv_a_proj_with_mqa")) == (adapter, latent)
+    assert any("attention, where the target's is latent" in text for text in draft.assumed(model.config)) is not latent
+    if latent:
+        theirs = model.model.layers[-1].self_attn
+        for name in ("q_b_proj", "kv_b_proj", "o_proj"):
+            assert torch.equal(draft.layers[0].self_attn.get_submodule(name).weight, theirs.get_submodule(name).weight), name

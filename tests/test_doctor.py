@@ -472,6 +472,8 @@ BROKEN: list[tuple[str, str, bool, Break]] = [
     ("rope-other", "eagle3", False, other_theta),
     ("rope-fields", "eagle3", False, scaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)),
     ("rope-original", "eagle3", False, scaling(rope_type="yarn", factor=4.0)),
+    ("rope-mrope", "eagle3", False, setting("rope_parameters", "mrope_section", value=[2, 1, 1])),
+    ("rope-mrope", "eagle3", False, unrecorded(setting("rope_scaling", value={"rope_type": "default", "mrope_section": [2, 1, 1]}))),
     ("rope-missing", "eagle3", False, unrecorded(lambda c, s: [c.pop(n) for n in ("rope_theta", "rope_parameters")])),
     ("rope-theta", "eagle3", False, setting("rope_theta", value="much")),
     ("mask-token-missing", "peagle", False, lambda c, s: [c.pop(n) for n in ("mask_token_id", "ptd_token_id", "pard_token")]),
@@ -636,6 +638,40 @@ def test_each_mend_is_judged_alone(sound: Callable[..., Path], target: Callable[
 
     done = mend(subject, examine(broken), tmp_path / "some", accepted)
     assert {line.split(":")[0] for line in done} == {"rope-spellings", "tied-embeddings"}
+
+
+@pytest.mark.parametrize("tuned", ["whole", "merged", "adapter", "quantised"])
+def test_a_draft_for_the_base_under_a_fine_tuned_target_is_named(
+    tuned: str, sound: Callable[..., Path], target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Whose embedding and head are the base's own; also one that lies as an adapter beside its base. Packed weights tell nothing."""
+    other, name = tmp_path / "tuned", "layers.7.self_attn.v_proj"
+    if tuned == "adapter":
+        other.mkdir()
+        (other / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(target("llama"))}))
+        lora = {f"base_model.model.model.{name}.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}
+        save_file(lora, other / "adapter_model.safetensors")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(target("llama"), dtype=torch.float32)
+        model.model.get_submodule(name).weight.data *= 1.01 if tuned == "merged" else 1.1
+        model.to(torch.bfloat16).save_pretrained(other)
+        if tuned == "quantised":
+            state = load_file(other / "model.safetensors")
+            tables = ("model.embed_tokens.weight", "lm_head.weight")
+            save_file(state | {n: torch.randint(-9, 9, state[n].shape).to(torch.int8) for n in tables}, other / "model.safetensors")
+            fields = json.loads((other / "config.json").read_text())
+            (other / "config.json").write_text(json.dumps({**fields, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    found = examine(sound(), other)
+    assert serious(found) == (set() if tuned == "quantised" else {"target-finetuned"}), found
+
+
+def test_a_draft_that_reads_every_stream_is_named(sound: Callable[..., Path], target: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(target("llama"), tmp_path / "target")
+    fields = json.loads((tmp_path / "target" / "config.json").read_text())
+    (tmp_path / "target" / "config.json").write_text(json.dumps({**fields, "hc_mult": 4}))
+    assert "aux-streams" not in serious(examine(sound(), tmp_path / "target"))
+    broken = rewritten(sound(), tmp_path / "draft", filling("fc.weight", lambda t: t.repeat(1, 4)))
+    assert "aux-streams" in serious(examine(broken, tmp_path / "target"))
 
 
 def test_no_embedding_is_taken_from_another_target(sound: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Targets that transformers does not know by itself, or that are to be loaded in a way of their own: in every command."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -15,9 +16,11 @@ from tiny import TOKENS, tiny_batch, tiny_config, tiny_draft, tiny_rows, tiny_ta
 from torch.testing import assert_close
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from foredraft import DraftTrainer, DraftTrainingArguments, ForedraftError, Target, generate, registry
+from foredraft import DraftTrainer, DraftTrainingArguments, ForedraftError, Target, generate, registry, save_draft
 from foredraft.contracts.loading import Loading
-from foredraft.target.loading import load_target
+from foredraft.doctor import examine
+from foredraft.target.loading import load_target, load_tokenizer
+from foredraft.target.pairing import check_pair
 from foredraft.training import CachedTarget
 
 SOURCE = """
@@ -182,10 +185,47 @@ def test_wrong_settings_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", ["info", "train"])
-def test_lora_adapters_are_named(command: Command, work: Path, tmp_path: Path, read: str) -> None:
+def test_lora_adapters_are_named(command: Command, work: Path, tmp_path: Path, read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without peft, which loads them."""
+    monkeypatch.setattr("foredraft.target.loading.is_peft_available", lambda: False)
     lora = tmp_path / "lora"
     lora.mkdir()
     (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"}))
     tiny_tokenizer().save_pretrained(lora)
     message = command.fails(*(("info", lora) if read == "info" else ("train", work / "run.yaml", f"target={lora}")))
-    assert "it is a LoRA adapter for org/base, no model of its own: merge them" in message
+    assert "it is a LoRA adapter for org/base, no model of its own: pip install peft, or merge them" in message
+
+
+@pytest.mark.slow
+def test_a_target_with_an_adapter(tmp_path: Path) -> None:
+    """peft's, by its directory: a draft for it is no draft for its base, nor the other way round; it is one for the merged model."""
+    peft = pytest.importorskip("peft")
+    tiny_target(vocab=TOKENS).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    base = load_target(str(tmp_path / "base"), "float32")
+    wrapped = peft.get_peft_model(
+        load_target(str(tmp_path / "base"), "float32"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    wrapped.save_pretrained(tmp_path / "lora")
+    adapted = load_target(str(tmp_path / "lora"), "float32")
+    assert load_tokenizer(str(tmp_path / "lora")).vocab == tiny_tokenizer().vocab
+    drafts = {}
+    for name, model in {"base": base, "lora": adapted}.items():
+        drafts[name] = tiny_draft(model, ttt_steps=2)
+        run = DraftTrainingArguments(str(tmp_path / "run"), max_steps=1, use_cpu=True, save_strategy="no")
+        DraftTrainer(drafts[name], model, run, train_dataset=tiny_rows([["uuaaaauaaa"]])).train()
+        save_draft(drafts[name].eval(), tmp_path / f"{name} draft")
+    ids, settings = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(generate(adapted, drafts["lora"], ids, **settings), adapted.generate(ids, **settings))
+    merged = wrapped.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    for model, its in ((base, "base"), (adapted, "lora"), (merged, "lora")):
+        for name, draft in drafts.items():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                check_pair(model, draft)
+            assert any("one of the two is fine-tuned" in str(w.message) for w in caught) is (name != its)
+    for where, its in (("base", "base"), ("lora", "lora"), ("merged", "lora")):
+        for name in drafts:
+            found = {f.id for f in examine(tmp_path / f"{name} draft", tmp_path / where)}
+            assert ("target-finetuned" in found) is (name != its), (where, name, found)

@@ -9,15 +9,19 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES, LAYERS, tiny_family
+from safetensors.torch import load_file
+from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from foredraft import BaseDraft, default_registry, generate, save_draft
+from foredraft import BaseDraft, Target, auto_draft, default_registry, generate, save_draft
 
 HERE = Path(__file__).parent
 PYTHON = os.environ.get("FOREDRAFT_VLLM_PYTHON")
@@ -31,6 +35,7 @@ sys.modules["matrix_for_vllm"] = matrix  # dataclasses look their module up
 SPEC.loader.exec_module(matrix)
 
 DRAFTED, NEW, TRAINING_STEPS = matrix.DRAFTED, 40, 25  # few steps: drafts that err
+FEW, SHORT = 2, 10  # prompts and tokens where there are many families
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
 LATENT = {
@@ -97,9 +102,25 @@ def prompts() -> list[list[int]]:
     return [ids[: 6 + 2 * i].tolist() for i, ids in enumerate(matrix.chain(20_000, 8, 24, noise=0.3))]
 
 
-@cache
-def in_vllm(target: str, draft: str | None, folder: Path) -> dict[str, Any]:
-    """What tests/run_in_vllm.py says of our prompts."""
+@pytest.fixture(scope="session")
+def vllm(folder: Path) -> Iterator[Any]:
+    """`in_vllm` of a process that has imported vLLM once."""
+    assert PYTHON is not None
+    openmp = Path(PYTHON).parents[1] / "lib/libiomp5.so"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})}
+    with (folder / "imports.log").open("w") as log:
+        process = subprocess.Popen(
+            [PYTHON, str(HERE / "run_in_vllm.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        )
+        yield cache(partial(in_vllm, process, folder))
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait(60)
+
+
+def in_vllm(
+    process: Any, folder: Path, target: str, draft: str | None = None, states: str | None = None, few: bool = False
+) -> dict[str, Any]:
+    """What tests/run_in_vllm.py says of our prompts, or of a few and a shorter text."""
     llm = {"model": target, "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4}
     if draft is not None:
         config = json.loads((Path(draft) / "config.json").read_text())
@@ -107,13 +128,13 @@ def in_vllm(target: str, draft: str | None, folder: Path) -> dict[str, Any]:
         assert engine.refuses(config) is None
         llm["speculative_config"] = engine.speculative_config(config, draft, DRAFTED)
     job, out = folder / "job.json", folder / "out.json"
-    job.write_text(json.dumps({"llm": llm, "prompts": prompts(), "max_tokens": NEW, "ignore_eos": True}))
+    asked = {"prompts": prompts()[:FEW], "max_tokens": SHORT} if few else {"prompts": prompts(), "max_tokens": NEW}
+    job.write_text(json.dumps({"llm": llm, **asked, "ignore_eos": True, "states": states}))
     out.unlink(missing_ok=True)
-    assert PYTHON is not None
-    openmp = Path(PYTHON).parents[1] / "lib/libiomp5.so"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})}
-    done = subprocess.run([PYTHON, str(HERE / "run_in_vllm.py"), str(job), str(out)], capture_output=True, text=True, env=environment)
-    assert out.exists(), (done.stdout + done.stderr)[-4000:]
+    process.stdin.write(json.dumps([str(job), str(out)]) + "\n")
+    process.stdin.flush()
+    status = process.stdout.readline().strip()
+    assert out.exists(), f"{status}: " + (folder / "out.json.log").read_text()[-4000:]
     return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
@@ -149,11 +170,11 @@ def accepted(drafts: Drafts, text: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "algorithm"), PAIRS)
-def test_vllm_writes_the_same_text_and_drafts_what_we_draft(family: str, algorithm: str, folder: Path) -> None:
+def test_vllm_writes_the_same_text_and_drafts_what_we_draft(family: str, algorithm: str, folder: Path, vllm: Any) -> None:
     model, target = served_target(family, folder)
     draft, _ = matrix.trained_draft(family, algorithm, steps=TRAINING_STEPS)
     path = str(save_draft(draft, folder / f"{family} {algorithm}"))
-    plain, drafted = in_vllm(target, None, folder), in_vllm(target, path, folder)
+    plain, drafted = vllm(target), vllm(target, path)
     assert drafted["ids"] == plain["ids"], "vLLM's greedy text with the draft is not the one without"
     assert drafted["absent"] == [], "parameters that vLLM allocates and our file does not fill"
     if not draft.complete:
@@ -177,7 +198,33 @@ def test_vllm_writes_the_same_text_and_drafts_what_we_draft(family: str, algorit
     assert 0 < acceptance[0] < 1, "a draft that is always or never right shows little"
 
 
-def test_a_wrong_layer_shows(folder: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_captured_and_served_alike(family: str, folder: Path, vllm: Any) -> None:
+    """Layer by layer, what vLLM's drafter reads of a target is what ours reads; then the text and every draft are the same, too."""
+    model, layers = tiny_family(family), tuple(range(1, LAYERS))
+    model.save_pretrained(folder / family)
+    torch.manual_seed(0)
+    draft = auto_draft(model.config, aux_layers=layers, num_aux=len(layers), ttt_steps=DRAFTED)
+    draft.start_from(model)
+    path, states = str(save_draft(draft.eval(), folder / f"{family} draft")), str(folder / f"{family}.safetensors")
+    drafted, right = vllm(str(folder / family), path, states, few=True), 0
+    theirs, target = load_file(states), Target(model, layers)
+    for i, ids in enumerate(prompts()[:FEW]):
+        signal = target.capture({"input_ids": torch.tensor([ids]), "positions": torch.arange(len(ids))[None]})
+        ours = {"final": signal.hidden_BST[0], **dict(zip(layers, signal.aux_BSA[0].chunk(len(layers), dim=-1), strict=True))}
+        for (name, state), their in zip(ours.items(), theirs[str(i)].chunk(len(ours), dim=-1), strict=True):
+            assert_close(their, state, rtol=2e-3, atol=2e-3 * float(state.abs().max()), msg=lambda m, n=name: f"state {n}: {m}")
+    for prompt, text, noted in zip(prompts()[:FEW], drafted["ids"], drafted["drafts"], strict=True):
+        continued, ours = in_foredraft(model, draft, prompt, SHORT + 2 * DRAFTED)
+        assert text == continued[:SHORT], "vLLM's greedy text is not transformers'"
+        pairs = {known: (tokens, ours[known]) for known, tokens in noted if len(ours.get(known, [])) == DRAFTED}
+        assert pairs, "no draft at the same place"
+        assert not (differ := {known: pair for known, pair in pairs.items() if pair[0] != pair[1]}), f"{len(differ)} of {len(pairs)}"
+        right += sum(accepted(dict(noted), prompt + continued))
+    print(f"\n{family}: {right} of {drafted['drafted'] * DRAFTED} drafted tokens accepted")
+
+
+def test_a_wrong_layer_shows(folder: Path, vllm: Any) -> None:
     """The comparison sees what hurts in the field: aux layers off by one leave the text as it is, and the drafts are others."""
     model, target = served_target("Llama", folder)
     draft, _ = matrix.trained_draft("Llama", "EAGLE-3", steps=TRAINING_STEPS)
@@ -185,8 +232,8 @@ def test_a_wrong_layer_shows(folder: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in config["eagle_aux_hidden_state_layer_ids"]]
     (path / "config.json").write_text(json.dumps(config))
-    drafted = in_vllm(target, str(path), folder)
-    assert drafted["ids"] == in_vllm(target, None, folder)["ids"]
+    drafted = vllm(target, str(path))
+    assert drafted["ids"] == vllm(target)["ids"]
     different = total = 0
     for prompt, theirs in zip(prompts(), drafted["drafts"], strict=True):
         _, ours = in_foredraft(model, draft, prompt, NEW + 2 * DRAFTED)

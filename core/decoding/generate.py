@@ -13,6 +13,7 @@ from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..registry import default_registry
 from ..target.pairing import check_pair
+from ..target.weights import known_ids
 from .loop import DecodingLoop, DraftingStats
 from .tree import TreeShape
 
@@ -89,7 +90,7 @@ def _check_ids(target: PreTrainedModel, input_ids: Any) -> None:
         raise ForedraftError(f"input_ids is {list(input_ids.shape)} of {input_ids.dtype}: pass {shape}")
     if input_ids.shape[0] != 1:
         raise ForedraftError(f"a draft decodes one sequence at a time, found a batch of {input_ids.shape[0]}: call generate for each")
-    low, high, known = int(input_ids.min()), int(input_ids.max()), target.get_input_embeddings().weight.shape[0]
+    low, high, known = int(input_ids.min()), int(input_ids.max()), known_ids(target.get_input_embeddings())
     if low < 0 or high >= known:
         raise ForedraftError(
             f"input_ids holds {low if low < 0 else high}, the target has embeddings for 0 to {known - 1}: is it this target's tokenizer?"

@@ -105,7 +105,7 @@ class Opened:
             return None
 
     def load_target(self, end: str) -> "Tensor | None":
-        """The target's tensor whose name ends so; None if it is not there or cannot be read."""
+        """The target's tensor whose name ends so; None if it is not there, cannot be read, or is quantised."""
         names = self.target.tensors if self.target else ()
         return self._load_target(next((name for name in names if name.endswith(end)), None))
 
@@ -119,9 +119,10 @@ class Opened:
 
     def _load_target(self, name: str | None) -> "Tensor | None":
         try:
-            return self.target.tensor(name) if self.target and name else None
+            found = self.target.tensor(name) if self.target and name else None
         except ForedraftError:
             return None
+        return found if found is not None and found.is_floating_point() and found.element_size() > 1 else None
 
     @cached_property
     def _target_tables(self) -> tuple[str | None, str | None]:

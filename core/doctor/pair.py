@@ -45,17 +45,34 @@ def shapes(s: Subject) -> Iterator[Finding]:
         )
 
 
-def weights(s: Subject) -> Iterator[Finding]:
-    """A target of the draft's shape with other weights than the one it was made for."""
-    from ..target.pairing import other_weights
+def streams(s: Subject) -> Iterator[Finding]:
+    """A target whose layers hand on several streams per token (hyper-connections), of which engines give a draft the mean."""
+    count, width, fc = as_integer(s.target_fields.get("hc_mult")), as_integer(s.target_fields.get("hidden_size")), s.shape("fc.weight")
+    ids = next(iter(s.aux_layers.values()), None)
+    if fc and len(fc) == 2 and ids and count and width and count > 1 and fc[1] == len(ids) * count * width:
+        yield error(
+            "aux-streams",
+            f"fc reads {fc[1]} features: all {count} streams of {width} of each of {len(ids)} aux layers",
+            "engines give a draft the mean of a layer's streams, one vector per token: they fail while they load, or feed half of a state",
+            "train it on the mean of the streams",
+        )
 
+
+def weights(s: Subject) -> Iterator[Finding]:
+    """A target of the draft's shape with other weights than the one it was made for, or one that is fine-tuned from it."""
+    from ..target.pairing import differences
+    from ..target.sample import TABLES, numbers_of, sample_of_files
+
+    made = as_mapping(s.made.get("target"))
     if s.target is None or s.target_fields.get("quantization_config"):
         return
-    embedding, head = s.target_embedding(), s.target_head()
+    embedding, head = tables = s.target_embedding(), s.target_head()
+    found = {name: numbers_of(name, t) for name, t in zip(TABLES, tables, strict=True) if t is not None and t.ndim == 2}
     try:
-        other = other_weights(as_mapping(s.made.get("target")), {"embedding": embedding, "head": head})
+        files, adapted = sample_of_files(s.target.path)
+        other, tuned = differences(made, {**files, **found}, adapted)
     except (TypeError, ValueError, IndexError):  # the record is malformed
-        other = []
+        other, tuned = [], False
     if other or _alien(s, embedding, head):
         why = f"its {' and '.join(other)} are not that one's" if other else "the draft's embedding and head are both unlike its own"
         yield warning(
@@ -63,6 +80,14 @@ def weights(s: Subject) -> Iterator[Finding]:
             f"this is another target than the draft's: {why}",
             "it drafts for another model's text: fewer tokens are accepted",
             "serve it with its own target, or train it on for this one",
+        )
+    elif tuned:
+        what = "an adapter (LoRA) lies on its layers" if adapted else "its layers are others"
+        yield warning(
+            "target-finetuned",
+            f"embedding and head are those of the draft's target, but {what}: one of the two is fine-tuned from the other",
+            "the draft reads other states and drafts for another model's text: fewer tokens are accepted",
+            "train it on for this target (draft: in a run), or serve it with its own",
         )
 
 
@@ -207,4 +232,4 @@ def _json(file: Path) -> object:
         return None
 
 
-CHECKS = (shapes, weights, embedding, head, geometry, tokenizer)
+CHECKS = (shapes, streams, weights, embedding, head, geometry, tokenizer)

@@ -86,6 +86,18 @@ def recorded(s: Subject) -> Iterator[Finding]:
         )
 
 
+def sections(s: Subject) -> Iterator[Finding]:
+    """Multimodal RoPE, whose parts turn by time, height and width."""
+    places = [n for n in ("rope_parameters", "rope_scaling") if as_mapping(s.fields.get(n)).get("mrope_section") is not None]
+    if s.layers and places and not as_mapping(s.saved.get("rope_parameters")).get("mrope_section"):
+        yield (error if s.saved else warning)(
+            "rope-mrope",
+            f"mrope_section={_short(as_mapping(s.fields[places[0]])['mrope_section'])} in {' and '.join(places)}",
+            "vLLM then gives the draft three positions per token, in place of one: unless it was trained so, it sees images elsewhere",
+            "take mrope_section out, if the draft was trained with one position per token",
+        )
+
+
 def altered(s: Subject) -> bool:
     """Whether theta or scaling are no longer what the draft was saved with."""
     then, now = as_mapping(s.saved.get("rope_parameters")), draft_rope(s)
@@ -160,4 +172,4 @@ def _short(value: Any) -> str:
     return str(dict(value) if isinstance(value, Mapping) else value)[:160]
 
 
-CHECKS = (spellings, scaled, recorded, against_target)
+CHECKS = (spellings, scaled, sections, recorded, against_target)

@@ -11,6 +11,7 @@ from ..files.raw import Checkpoint, TensorInfo
 from ..registry import Registry
 from ..target.gguf import TABLES, is_gguf, read_gguf
 from ..target.loading import load_config
+from ..target.sample import base_of
 from . import config, origin, pair, plugins, record, rope, tensors, vocabulary
 from .plugins import stumbling
 from .subject import Subject
@@ -33,14 +34,15 @@ def open_subject(
 
 
 def _target(target: str | Path, revision: str | None) -> Checkpoint:
-    """A target's config and tensors; of one that is a file, embedding and head."""
+    """A target's config and tensors; of one that is a file, embedding and head; of an adapter those of its base."""
     if is_gguf(target):
         config, held = load_config(str(target)).to_dict(), read_gguf(target)
         tables = {ours: theirs for theirs, ours in TABLES.items() if theirs in held.tensors}
         infos = {ours: TensorInfo(*held.tensors[theirs], Path(target)) for ours, theirs in tables.items()}
         return Checkpoint(Path(target), config, infos, _load=lambda name: held.load(tables[name]))
     directory = target if Path(target).is_dir() else download(str(target), TARGET, "target", revision)
-    return Checkpoint.open(directory)
+    base = base_of(Path(directory))
+    return replace(Checkpoint.open(base), path=Path(directory)) if base else Checkpoint.open(directory)
 
 
 def examine_subject(subject: Subject) -> list[Finding]:

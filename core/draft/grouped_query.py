@@ -111,12 +111,15 @@ class GroupedQueryDraft(BaseDraft):
 
     @classmethod
     def assumed(cls, target: PretrainedConfig) -> list[str]:
-        """What its config names under none of the known names."""
+        """What its config names under none of the known names, and an attention that is not the target's."""
         rope = _full_attention(getattr(target, "rope_parameters", None) or {})
         named = {"rope_theta": rope.get("rope_theta") or _own(target, "rope_theta")}
         named |= {name: _own(target, name) for name in ("intermediate_size", "rms_norm_eps")}
         values = {**ASSUMED, "intermediate_size": 4 * target.hidden_size}
-        return [f"{name} {values[name]:g}: the target's config names none" for name, value in named.items() if value is None]
+        latent = getattr(target, "kv_lora_rank", None)
+        return [f"{name} {values[name]:g}: the target's config names none" for name, value in named.items() if value is None] + (
+            ["grouped-query attention, where the target's is latent: engines serve no latent draft behind this family"] if latent else []
+        )
 
 
 def rope_of(target: PretrainedConfig, head_dim: int) -> dict[str, Any]:

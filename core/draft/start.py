@@ -10,7 +10,7 @@ from ..contracts.draft import DraftModel
 from ..target.capture import norm_scale
 from ..target.pairing import remember
 from ..target.target import Target
-from ..target.weights import FLOATS, matrix_of, own_tensors
+from ..target.weights import FLOATS, is_plain, matrix_of, own_tensors
 from .config import set_mask_token
 from .vocabulary import choose_mask_token, choose_vocabulary, count_tokens, coverage
 
@@ -34,7 +34,8 @@ def start(draft: DraftModel, target: Target, rows: Iterable[dict[str, Any]] | No
 
 
 def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """A decoder layer's parameters and saved buffers: norms by what they multiply, quantised projections as the matrices they stand for."""
+    """A decoder layer's parameters and saved buffers, as far as they are plain numbers: norms by what they multiply, projections that are
+    quantised or have an adapter as the matrices they stand for."""
     weights: dict[str, Tensor] = {}
     dtype = next((p.dtype for p in layer.parameters() if p.dtype in FLOATS), torch.float32)
     for name, module in layer.named_modules():
@@ -43,7 +44,7 @@ def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
             own["weight"] = norm_scale(module)
         elif hasattr(module, "in_features"):
             own["weight"] = matrix_of(module, dtype)
-        weights |= {f"{name}.{key}": tensor for key, tensor in own.items()}
+        weights |= {f"{name}.{key}": tensor for key, tensor in own.items() if is_plain(tensor)}
     return weights
 
 

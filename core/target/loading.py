@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.quantizers.auto import AutoQuantizationConfig
-from transformers.utils import find_adapter_config_file
+from transformers.utils import find_adapter_config_file, is_peft_available
 
 from ..contracts.loading import PLAIN, Loading, Rendering, Repository
 from ..data import Reader, tokenizer_of, with_template
@@ -32,7 +32,8 @@ HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 
 
 def load_config(name: str, loading: Repository = PLAIN) -> PretrainedConfig:
-    """The config of the target (or draft) in a directory or on the hub. Raises `ForedraftError` if there is none."""
+    """The config of the target (or draft) in a directory or on the hub; of an adapter (LoRA), its base's. Raises `ForedraftError` if
+    there is none."""
     default_registry()  # a plugin may bring the classes of its targets
     try:
         _check_there(name)
@@ -42,12 +43,15 @@ def load_config(name: str, loading: Repository = PLAIN) -> PretrainedConfig:
             cls = get_class_from_dynamic_module(model, name, **{"revision": loading.revision} if loading.revision else {})
             AutoModelForCausalLM.register(type(config), cls, exist_ok=True)
     except (OSError, ValueError, ImportError) as error:
-        raise ForedraftError(f"no target or draft at '{name}': {_base_of(name, loading) or error}") from error
+        if base := adapted_base(name, loading):
+            return load_config(base, loading)
+        raise ForedraftError(f"no target or draft at '{name}': {error}") from error
     return config
 
 
 def load_tokenizer(name: str, loading: Loading = PLAIN, images: bool = False) -> Reader:
-    """The tokenizer of the target in a directory or on the hub, or its processor where `images` are to be read.
+    """The tokenizer of the target in a directory or on the hub, or its processor where `images` are to be read; an adapter's base's, where
+    it has none.
 
     Raises `ForedraftError` if there is none.
     """
@@ -57,6 +61,8 @@ def load_tokenizer(name: str, loading: Loading = PLAIN, images: bool = False) ->
         _check_there(name)
         reader = with_digits(auto.from_pretrained(**source(name), **loading.source), name)
     except (OSError, ValueError, ImportError) as error:
+        if base := adapted_base(name, loading):
+            return load_tokenizer(base, loading, images)
         raise ForedraftError(f"the {what} of target '{name}' could not be loaded: {error}") from error
     if images and not hasattr(reader, "image_processor"):
         raise ForedraftError(f"the data has images, and target '{name}' has no processor for them: found a {type(reader).__name__}")
@@ -104,16 +110,22 @@ def _check_there(name: str) -> None:
         raise NotADirectoryError("it is a file, a directory (or a .gguf) is expected" if Path(name).exists() else "no such directory")
 
 
-def _base_of(name: str, loading: Repository) -> str | None:
-    """What to do about weights that peft wrote for another model; None if there is no such thing at `name`."""
+def adapted_base(name: str, loading: Repository) -> str | None:
+    """The base of an adapter that peft wrote; None if there is no adapter at `name`, or a whole model beside it.
+
+    Raises `ForedraftError` if there is one, and nothing that loads it.
+    """
+    if (Path(name) / "config.json").exists():
+        return None
     try:
         file = find_adapter_config_file(name, **{"revision": loading.revision} if loading.revision else {})
         base = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path") if file else None
     except (OSError, ValueError, AttributeError):
         return None
-    if not file:
-        return None
-    return (
-        f"it is a LoRA adapter for {base or 'a model that it does not name'}, no model of its own: merge them, and name what comes out\n"
-        f"  AutoPeftModelForCausalLM.from_pretrained('{name}').merge_and_unload().save_pretrained('merged'), and the tokenizer beside it"
-    )
+    if file and not (base and is_peft_available()):
+        named = base or "a model that it does not name"
+        raise ForedraftError(
+            f"no target at '{name}': it is a LoRA adapter for {named}, no model of its own: pip install peft, or merge them\n"
+            f"  AutoPeftModelForCausalLM.from_pretrained('{name}').merge_and_unload().save_pretrained('merged'), the tokenizer beside it"
+        )
+    return base

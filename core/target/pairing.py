@@ -4,13 +4,11 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import try_to_load_from_cache
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..contracts.draft import DraftModel
@@ -19,15 +17,7 @@ from ..errors import ForedraftError
 from ..files.reading import read_json
 from .gguf import is_gguf
 from .loading import load_config
-from .weights import is_plain, own_tensors
-
-SAMPLED = 8, 4
-"""Rows, and numbers of each, that a draft remembers of its target's embedding and head."""
-
-SAME = 0.01
-"""Relative distance of two samples of the same weights, at most: bfloat16 rounds by 0.004."""
-
-Rows = Callable[[slice], Tensor]
+from .sample import TABLES, base_of, others, sample_of, sample_of_files
 
 
 def check_pair(target: PreTrainedModel, draft: DraftModel) -> None:
@@ -79,7 +69,8 @@ def check_named(made: Mapping[str, Any], name: str, repository: Repository = PLA
             warnings.warn(f"target '{name}' is no directory and not in the hub's cache: whether the draft fits it is open", stacklevel=3)
             return
         directory = Path(cached).parent
-    read_json(directory / "config.json")
+    if base_of(directory) is None:
+        read_json(directory / "config.json")
     try:
         config = load_config(str(directory), repository)
     except ForedraftError as error:
@@ -87,7 +78,7 @@ def check_named(made: Mapping[str, Any], name: str, repository: Repository = PLA
         warnings.warn(f"the config of target '{name}' is not understood: whether the draft fits it is open ({reason})", stacklevel=3)
         return
     check_shape(made, config)
-    _warn(made, config, _sample_of_files(directory))
+    _warn(made, config, *sample_of_files(directory))
 
 
 def remember(config: Any, target: PreTrainedModel) -> None:
@@ -96,69 +87,30 @@ def remember(config: Any, target: PreTrainedModel) -> None:
     config.update({"foredraft": {**made, "target": {**made["target"], "sample": sample_of(target)}}})
 
 
-def sample_of(model: PreTrainedModel) -> dict[str, str]:
-    """A few numbers of a target's embedding and head, by the tensor; without those that are quantised or have no storage."""
-    found = {}
-    for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
-        weight = own_tensors(module).get("weight") if module is not None else None
-        if weight is not None and is_plain(weight) and weight.ndim == 2 and not weight.is_meta:
-            found[name] = _numbers(weight.__getitem__, tuple(weight.shape))
-    return found
+def differences(made: Mapping[str, Any], found: Mapping[str, str], adapted: Iterable[str] = ()) -> tuple[list[str], bool]:
+    """Which of a target's tables (`embedding`, `head`) are not those that `made` remembers; and whether it is another fine-tune of them.
 
-
-def other_weights(made: Mapping[str, Any], tables: Mapping[str, Tensor | None]) -> list[str]:
-    """Which of a target's matrices, `embedding` and `head` [V, T], are not those that `made` remembers.
-
-    Raises `ValueError` where it remembers no numbers.
+    `adapted` are projections of `found` that an adapter changes. Raises `ValueError` for a malformed record.
     """
     known = made.get("sample") or {}
-    given = {name: t for name, t in tables.items() if name in known and t is not None and t.ndim == 2 and t.is_floating_point()}
-    return [name for name, t in given.items() if _distance(str(known[name]), _numbers(t.__getitem__, tuple(t.shape))) > SAME]
+    other = others(known, found)
+    tables = [name for name in other if name in TABLES]
+    layers = {name for name in other if name not in TABLES}
+    bare = [name for name in adapted if name in known and name in found]  # a draft for the adapted ones remembers other numbers
+    return tables, not tables and bool(layers - set(bare) or (bare and not layers & set(bare)))
 
 
-def _sample_of_files(directory: Path) -> dict[str, str]:
-    """The same of safetensors; nothing where they cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    found = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt") as opened:
-                for tensor in opened.keys():  # noqa: SIM118 (it is no mapping)
-                    for name, end in (("embedding", "embed_tokens.weight"), ("head", "lm_head.weight")):
-                        part = opened.get_slice(tensor)
-                        if tensor.endswith(end) and part.get_dtype() in ("F32", "BF16", "F16") and len(part.get_shape()) == 2:
-                            found[name] = _numbers(part.__getitem__, tuple(part.get_shape()))
-        except (OSError, SafetensorError):
-            continue
-    return found
-
-
-def _numbers(rows_of: Rows, shape: tuple[int, ...]) -> str:
-    """Evenly spread over a matrix, four digits each: what dtypes tell apart less than weights."""
-    rows, columns = ([(2 * i + 1) * size // (2 * count) for i in range(count)] for size, count in zip(shape, SAMPLED, strict=True))
-    return " ".join(f"{x:.4g}" for i in rows for x in rows_of(slice(i, i + 1))[0, columns].float().tolist())
-
-
-def _warn(made: Mapping[str, Any], config: PretrainedConfig, found: Mapping[str, str]) -> None:
+def _warn(made: Mapping[str, Any], config: PretrainedConfig, found: Mapping[str, str], adapted: Iterable[str] = ()) -> None:
     reasons = ["another config"] if describe_target(config)["fingerprint"] != made["fingerprint"] else []
     if not getattr(config, "quantization_config", None):
-        known = made.get("sample") or {}
-        reasons += [f"another {name}" for name in known if name in found and _distance(known[name], found[name]) > SAME]
+        tables, tuned = differences(made, found, adapted)
+        reasons += [f"another {name}" for name in tables] + (["other layers, as one of the two is fine-tuned"] if tuned else [])
     if reasons:
         name = f" than '{made['name']}', its own" if made.get("name") else ""
         warnings.warn(
             f"this draft was made for another target: this one has {' and '.join(reasons)}{name}; if acceptance is low, that is why",
             stacklevel=1,  # one place, so that Python tells it once
         )
-
-
-def _distance(one: str, other: str) -> float:
-    """Between two samples, relative to the larger; 0 where they cannot be compared."""
-    a, b = (torch.tensor([float(x) for x in text.split()]) for text in (one, other))
-    if a.shape != b.shape:
-        return 0.0
-    return float((a - b).norm() / torch.maximum(a.norm(), b.norm()).clamp(min=1e-12))
 
 
 # Fields that tell a target from another; the rest varies with the transformers version and the way it was loaded.

@@ -87,7 +87,7 @@ class Target:
         head: Any = self.model.get_output_embeddings()
         with torch.autocast(runs_on(head).type, enabled=False):  # the target keeps its own precision inside a draft's autocast
             if is_sharded(head):
-                self._gathered = self._gathered or own_tensors(head)
+                self._gathered = self._gathered or {**own_tensors(head), "weight": self.head_weight}
                 weight_VT = self._gathered["weight"]
                 logits_NV = F.linear(hidden_NT.to(weight_VT), weight_VT, self._gathered.get("bias"))
             else:

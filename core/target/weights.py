@@ -21,18 +21,37 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def matrix_of(module: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The matrix [out, in] of a projection, or [V, T] of an embedding, whole; packed ones by multiplying in `dtype`.
+    """The matrix [out, in] of a projection, or [V, T] of an embedding, whole.
 
-    Raises `ForedraftError` for an embedding that is packed.
+    Of one that is quantised, or has an adapter beside it (LoRA), what the module itself makes of one-hot rows, in `dtype`. Raises
+    `ForedraftError` for a module that does not run here, or that is no projection.
     """
     weight = own_tensors(module).get("weight")
     if weight is not None and is_plain(weight) and not weight.is_meta:
         return weight
-    if not hasattr(module, "in_features"):
+    kind = type(module).__name__
+    if not hasattr(module, "in_features") and not _looks_up(module):
+        raise ForedraftError(f"the target's {kind} is quantised, and neither an embedding nor a projection: a draft cannot start from it")
+    try:
+        return _rows(module, dtype) if _looks_up(module) else _columns(module, slice(None), dtype).T
+    except Exception as error:  # quantisers raise anything where their kernels do not run
         raise ForedraftError(
-            f"the target's {type(module).__name__} is quantised, and a draft takes over its rows: quantise projections alone"
-        )
-    return _asked(module, dtype)
+            f"the target's {kind} is quantised, and does not run here: {type(error).__name__}: {str(error)[:200]}\n"
+            "  Load it where it runs, or dequantised (quantization: {quant_method: ..., dequantize: true}, where the method has that)"
+        ) from error
+
+
+def known_ids(embedding: Any) -> int:
+    """How many ids it has a row for, however they are stored."""
+    return next((m.num_embeddings for m in embedding.modules() if isinstance(m, nn.Embedding)), 0) or len(embedding.weight)
+
+
+def corner_of(module: Any, rows: list[int], columns: list[int]) -> Tensor | None:
+    """Some numbers [rows, columns] of the matrix that a projection multiplies by, with the adapter beside it; None if it is quantised."""
+    base = own_tensors(getattr(module, "base_layer", module)).get("weight")
+    if base is None or not is_plain(base) or base.is_meta or base.ndim != 2:
+        return None
+    return (base[:, columns] if not hasattr(module, "base_layer") else _columns(module, columns, base.dtype).T)[rows]
 
 
 def runs_on(module: nn.Module) -> torch.device:
@@ -71,8 +90,22 @@ def _gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _asked(projection: Any, dtype: torch.dtype) -> Tensor:
-    """The matrix [out, in] by which any projection multiplies, however it is stored: what it makes of the identity, less its bias."""
-    device = next((t.device for t in (*projection.parameters(), *projection.buffers()) if not t.is_meta), None)
-    eye = torch.eye(projection.in_features, dtype=dtype, device=device)
-    return (projection(eye) - projection(torch.zeros_like(eye[:1]))).T
+def _looks_up(module: nn.Module) -> bool:
+    """Whether it is an embedding, perhaps with an adapter around it."""
+    return any(isinstance(part, nn.Embedding) for part in module.modules())
+
+
+def _columns(projection: Any, columns: list[int] | slice, dtype: torch.dtype) -> Tensor:
+    """Some columns [columns, out] of the matrix by which any projection multiplies, however it is stored, less its bias."""
+    eye = torch.eye(projection.in_features, dtype=dtype, device=_device_of(projection))[columns]
+    return projection(eye) - projection(torch.zeros_like(eye[:1]))
+
+
+def _rows(embedding: Any, dtype: torch.dtype) -> Tensor:
+    """The rows [V, T] that any embedding looks up, however they are stored; families that multiply them (Gemma) do so behind the table."""
+    scale = next((m.embed_scale for m in embedding.modules() if hasattr(m, "embed_scale")), 1.0)
+    return (embedding(torch.arange(known_ids(embedding), device=_device_of(embedding))) / scale).to(dtype)
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    return next((t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta), None)

@@ -1,0 +1,90 @@
+"""Tiny random targets of the families behind which vLLM serves EAGLE-3 drafts, in sizes that its kernels for the CPU take."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from foredraft.decoding.compatibility import SMALL
+
+LAYERS = 6
+SIZES: dict[str, Any] = {
+    **SMALL,
+    "hidden_size": 128,
+    "num_hidden_layers": LAYERS,
+    "head_dim": 32,
+    "global_head_dim": 32,
+    "swa_head_dim": 32,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4, "head_dim": 64}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},  # vLLM gives a draft the window that all layers of its target have
+    "ministral3": {
+        "rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64},
+        "sliding_window": None,
+    },
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_local_experts": 4, "mlp_only_layers": []},
+    "phi3": {"sliding_window": None},
+    "ernie4_5": {},
+    "apertus": {"rope_parameters": ROPE},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    "granite_swa": {"residual_multiplier": 0.5},
+    "afmoe": {"num_dense_layers": 1, "num_shared_experts": 1},
+    "cohere2_moe": {"num_shared_experts": 1, "tie_word_embeddings": True},
+    "gemma4_text": {"tie_word_embeddings": True},
+    "gpt_oss": {"rope_parameters": ROPE},
+    "laguna": {},
+    "llama4_text": {},
+    "mimo_v2_flash": {"v_head_dim": 32},
+    "minimax_m2": {},
+    "minicpm3": LATENT,
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+    "glm_moe_dsa": LATENT,
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "nemotron_h": {},
+    "kimi_linear": LATENT,
+    "arcee": {},
+    "cwm": {"bos_token_id": 1},
+    "glm": {},
+    "hunyuan_v1_dense": {},
+    "jais2": {},
+    "mellum": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {},
+    "phi": {},
+    "seed_oss": {},
+    "smollm3": {},
+    "starcoder2": {},
+    "gpt_neox": {},
+    "vaultgemma": {},
+}
+"""What is not as `SIZES` has it, by model_type."""
+
+
+@cache
+def tiny_family(model_type: str) -> PreTrainedModel:
+    """A random model of a family, in evaluation mode; matrices large enough that each layer changes the states."""
+    cls = CONFIG_MAPPING[model_type]
+    names = {*dir(cls), *cls.attribute_map, *cls().to_dict()}
+    names -= {name for name in names if isinstance(getattr(cls, name, None), property)}
+    config = cls(**{n: v for n, v in {**SIZES, **FAMILIES[model_type]}.items() if n in names})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
