@@ -15,6 +15,17 @@ class GenericDraft(GroupedQueryDraft):
     generic = True
 
     @classmethod
+    def aux_layers(cls, target_config: PretrainedConfig, count: int) -> tuple[int, ...]:
+        """The usual ones; where features of images are added behind the first layers (deepstack), none of these, if there are others.
+
+        Up to there vLLM captures what is there after the addition, transformers and SGLang before it.
+        """
+        usual = super().aux_layers(target_config, count)
+        deep = len(getattr(getattr(target_config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+        behind = tuple(max(layer, deep + 1 + i) for i, layer in enumerate(usual))
+        return behind if deep and behind[-1] < target_config.get_text_config().num_hidden_layers else usual
+
+    @classmethod
     def refuses(cls, target: PretrainedConfig) -> str | None:
         """What a tiny random model of the target's family objects to; asked once per model_type."""
         return objection(target)

@@ -36,7 +36,7 @@ def test_a_multimodal_checkpoint_is_loaded_whole_and_drafted_for_on_text_alone(f
     try_out(model)  # a training step, and a decode that gives the target's own text
 
 
-SEEN_SLOW: tuple[str, ...] = ()
+QUICK = ("llava", "qwen2_5_vl")
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def seeing(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     return model, reader, Conversations([one, chat("why?", "the answer"), two])
 
 
-@pytest.mark.parametrize("seeing", ["llava", "qwen2_5_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in SEEN_SLOW)], indirect=True)
+@pytest.mark.parametrize("seeing", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES], indirect=True)
 def test_images_are_read_trained_on_and_decoded_with(seeing: tuple[Any, Any, Any], tmp_path: Path) -> None:
     model, reader, conversations = seeing
-    rows = pack(conversations, reader, 160)
+    rows = pack(conversations, reader, 256)
     draft = auto_draft(model.config)
     target, stored = (
         Target(model, draft.config.aux_layers),
@@ -84,7 +84,7 @@ def test_images_are_read_trained_on_and_decoded_with(seeing: tuple[Any, Any, Any
         seen = {name: t for name, t in batch["pixels"][2].items() if name != "pixel_values"}
         known, _ = model.model.get_rope_index(batch["input_ids"][2:, :count], **seen)
         assert torch.equal(signal.places_CBS[:, 2:, :count], known)
-        assert torch.equal(signal.places_CBS[:, 1], torch.arange(160).expand(3, -1))
+        assert torch.equal(signal.places_CBS[:, 1], torch.arange(256).expand(3, -1))
     stored.fill(rows, show_progress=False)
     stored.release()  # what is read needs no layers
     again = stored.capture(batch)

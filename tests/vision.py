@@ -1,4 +1,4 @@
-"""Tiny random targets that see, and their processors, by family; all read images without torchvision unless `NEEDS` says so."""
+"""Tiny random targets that see, and their processors, by family."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,28 +52,76 @@ def model_of(family: str, text: dict[str, Any], vision: dict[str, Any], seed: in
     return auto_class(config).from_config(config, dtype=torch.float32).eval()
 
 
-def qwen(family: str, processor: str = "Qwen2_5_VLProcessor", **vision: Any) -> tuple[Any, Any]:
-    """M-RoPE in three sections; an image of 32 pixels is 4 tokens."""
+def reader_of(name: str, images: Any, tokenizer: Any, **told: Any) -> Any:
+    """A processor of transformers without the one of videos that most have, which needs torchvision."""
     import transformers
+
+    own = getattr(transformers, name)
+    kind = type(name, (own,), {"check_argument_for_proper_class": lambda *_: None})
+    return kind(images, tokenizer, chat_template=tokenizer.chat_template, **told)
+
+
+def qwen(family: str, reader: str = "Qwen2_5_VLProcessor", interleaved: bool = False, **vision: Any) -> tuple[Any, Any]:
+    """M-RoPE in three sections; an image of 32 pixels is 4 tokens."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer = tokenizer_with(*QWEN, place="<|vision_start|><|image_pad|><|vision_end|>")
-    ids = dict(
-        zip(
-            ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
-            map(tokenizer.convert_tokens_to_ids, QWEN),
-            strict=True,
-        )
-    )
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    ids = dict(zip(names, map(tokenizer.convert_tokens_to_ids, QWEN), strict=True))
     images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size={"shortest_edge": 256, "longest_edge": 4096})
-    own = getattr(transformers, processor)
-    kind = type(processor, (own,), {"check_argument_for_proper_class": lambda *_: None})  # a processor of videos needs torchvision
-    reader = kind(images, tokenizer, None, chat_template=tokenizer.chat_template)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-    model = model_of(
-        family, {"vocab_size": len(tokenizer), "rope_parameters": rope}, {"patch_size": 8, "out_hidden_size": 32, **vision}, **ids
-    )
-    return model, reader
+    text = {"vocab_size": len(tokenizer), "rope_parameters": {**rope, **({"mrope_interleaved": True} if interleaved else {})}}
+    model = model_of(family, text, {"patch_size": 8, "out_hidden_size": 32, **vision}, **ids)
+    return model, reader_of(reader, images, tokenizer, video_processor=None)
+
+
+def glm(family: str) -> tuple[Any, Any]:
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    tokens = ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
+    tokenizer = tokenizer_with(*tokens, place="<|begin_of_image|><|image|><|end_of_image|>")
+    names = ("image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id")
+    ids = dict(zip(names, map(tokenizer.convert_tokens_to_ids, tokens), strict=True))
+    images = Glm4vImageProcessorPil(patch_size=8, merge_size=2, size={"shortest_edge": 512, "longest_edge": 8192})
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    model = model_of(family, {"vocab_size": len(tokenizer), "rope_parameters": rope}, {"patch_size": 8, "out_hidden_size": 32}, **ids)
+    return model, reader_of("Glm4vProcessor", images, tokenizer, video_processor=None)
+
+
+def gemma() -> tuple[Any, Any]:
+    """Tokens of an image see each other both ways."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = tokenizer_with(place="<start_of_image>", **named)
+    images = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE}, image_seq_length=4)
+    ids = {f"{name}_token_index": tokenizer.convert_tokens_to_ids(named[f"{name}_token"]) for name in ("image", "boi", "eoi")}
+    model = model_of("gemma3", {"vocab_size": len(tokenizer)}, {}, mm_tokens_per_image=4, **ids)
+    return model, reader_of("Gemma3Processor", images, tokenizer, image_seq_length=4)
+
+
+def idefics(family: str) -> tuple[Any, Any]:
+    """SmolVLM's own processor is Idefics 3's, but for videos."""
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    named = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"}
+    tokenizer = tokenizer_with("<end_of_utterance>", place="<image>", **named)
+    square = {"longest_edge": SIZE}
+    images = Idefics3ImageProcessorPil(size=square, max_image_size=square, do_image_splitting=False)
+    ids = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>"), "scale_factor": 2}
+    model = model_of(family, {"vocab_size": len(tokenizer)}, {}, **ids)
+    return model, reader_of("Idefics3Processor", images, tokenizer, image_seq_len=4)
+
+
+def internvl() -> tuple[Any, Any]:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
+    tokenizer = tokenizer_with(place="<IMG_CONTEXT>", **named)
+    images = GotOcr2ImageProcessorPil(size={"height": SIZE, "width": SIZE}, crop_to_patches=False)
+    ids = {"image_token_id": tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"), "image_seq_length": 4, "downsample_ratio": 0.5}
+    model = model_of("internvl", {"vocab_size": len(tokenizer)}, {"image_size": [SIZE, SIZE], "patch_size": [8, 8]}, **ids)
+    return model, reader_of("InternVLProcessor", images, tokenizer, image_seq_length=4, video_processor=None)
 
 
 def llava(family: str = "llava") -> tuple[Any, Any]:
@@ -97,4 +145,14 @@ def llava(family: str = "llava") -> tuple[Any, Any]:
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "llava": llava,
     "qwen2_5_vl": lambda: qwen("qwen2_5_vl", fullatt_block_indexes=[1], window_size=32),
+    "qwen2_vl": lambda: qwen("qwen2_vl", "Qwen2VLProcessor", hidden_size=32),
+    "qwen3_vl": lambda: qwen("qwen3_vl", "Qwen3VLProcessor", True, deepstack_visual_indexes=[0, 1], num_position_embeddings=64),
+    "qwen3_vl_moe": lambda: qwen("qwen3_vl_moe", "Qwen3VLProcessor", True, deepstack_visual_indexes=[0, 1], num_position_embeddings=64),
+    "glm4v": lambda: glm("glm4v"),
+    "glm4v_moe": lambda: glm("glm4v_moe"),
+    "gemma3": gemma,
+    "smolvlm": lambda: idefics("smolvlm"),
+    "idefics3": lambda: idefics("idefics3"),
+    "internvl": internvl,
 }
+"""Those whose processors read images without torchvision."""

@@ -146,6 +146,15 @@ def _aux_layers(s: Subject, name: str, ids: list[int]) -> Iterator[Finding]:
             "fc does not fit what the engine concatenates",
             f"state {read} layers",
         )
+    levels = as_mapping((s.target.config if s.target else {}).get("vision_config")).get("deepstack_visual_indexes")
+    deep = len(levels) if isinstance(levels, list) else 0
+    if min(ids, default=deep + 1) <= deep:
+        yield warning(
+            "aux-before-deepstack",
+            f"{name} means {ids}, and the target adds features of images behind each of its first {deep} layers",
+            "transformers and SGLang hand on what a layer puts out, vLLM what is there after the addition: with images they differ",
+            f"read layers from {deep + 1} on, where all say the same (aux_layers); for texts alone all is well",
+        )
     if count and count > 7 and ids == [1, count // 2 - 1, count - 4] and not s.saved:
         yield warning(
             "aux-looks-zero-based",

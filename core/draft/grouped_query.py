@@ -44,14 +44,18 @@ class GroupedQueryConfig(DraftConfigMixin, LlamaConfig):
         return fields
 
 
-class Rotary(LlamaRotaryEmbedding):
-    """Llama's; where the config has an `mrope_section` and tokens are placed in several components, each frequency turns by its own."""
+class DraftRotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's; where the config has an `mrope_section` and tokens are placed in several components, each frequency turns by its own.
+
+    transformers computes the frequencies of a loaded model anew in modules whose class is named so.
+    """
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, Q, d] at positions [B, Q], or [C, B, Q] in components."""
         if position_ids.ndim == 2:
             return super().forward(x, position_ids)
-        cos, sin = (torch.stack(parts) for parts in zip(*(super(Rotary, self).forward(x, p) for p in position_ids), strict=True))
+        each = [super(DraftRotaryEmbedding, self).forward(x, positions_BQ) for positions_BQ in position_ids]
+        cos, sin = (torch.stack(parts) for parts in zip(*each, strict=True))
         component_d = self._components(cos.shape[-1] // 2).repeat(2)[: cos.shape[-1]]
         at = component_d.to(cos.device).expand(1, *cos.shape[1:])
         return cos.gather(0, at)[0], sin.gather(0, at)[0]
@@ -76,7 +80,7 @@ class GroupedQueryDraft(BaseDraft):
     config_class = GroupedQueryConfig
     norm_class = LlamaRMSNorm
     mlp_class = LlamaMLP
-    rotary_class = Rotary
+    rotary_class = DraftRotaryEmbedding
 
     @classmethod
     def architecture_for(cls, spec: DraftSpec) -> str:
