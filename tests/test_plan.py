@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_config, tiny_draft, tiny_rows, tiny_target, tiny_tokenizer
+from torch import Tensor
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from foredraft import DraftCollator, ForedraftError, Target, auto_draft
@@ -31,11 +33,12 @@ SHAPE = Shape(rows=2, length=192, supervised=0.5, document=96)
 
 @pytest.mark.parametrize(("algorithm", "checkpointing"), [*((name, False) for name in STEPS), ("eagle3", True)])
 def test_the_count_is_that_of_a_step_that_is_run(algorithm: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory within 15 %; under a mask the CPU keeps, for the way back, pieces of keys and values that a fused kernel does not."""
+    """Memory within 5 %, with what a GPU's kernels hold in place of what the CPU does: of a mask no pieces of keys and values."""
     monkeypatch.setattr("foredraft.loss.chunks.is_fake", lambda _: False)  # where a GPU has kernels the CPU has none
     monkeypatch.setattr("foredraft.loss.chunks.in_cache", lambda _: False)
     monkeypatch.setattr("foredraft.loss.rows.in_cache", lambda _: False)
     monkeypatch.setattr("foredraft.loss.teachers.in_cache", lambda _: False)
+    monkeypatch.setattr("foredraft.draft.attention.patterns.masked_dense", unmasked)
     model = tiny_target(hidden=64, vocab=400)
     draft = auto_draft(model.config, algorithm, **STEPS[algorithm]).train()
     if checkpointing:
@@ -52,13 +55,17 @@ def test_the_count_is_that_of_a_step_that_is_run(algorithm: str, checkpointing: 
         return auto_draft(model.config, algorithm, **STEPS[algorithm])
 
     cost = count_step(make, model.config, SHAPE, dtype=torch.float32, target_dtype=torch.float32, checkpointing=checkpointing)
-    masked = algorithm in ("peagle", "dflash")
-    assert cost.step_bytes == pytest.approx(meter.peak, rel=0.4 if masked else 0.15), cost.step_bytes / meter.peak
+    assert cost.step_bytes == pytest.approx(meter.peak, rel=0.05), cost.step_bytes / meter.peak
     assert cost.gradient_bytes == sum(p.grad.nbytes for p in draft.parameters() if p.grad is not None)
     assert cost.state_bytes == signal.aux_BSA.nbytes + signal.hidden_BST.nbytes
     if not checkpointing:  # what is recomputed is run, and not needed
         products = sum(n for part, n in cost.flops.items() if part != "attention") - causal(model.config)
         assert products == pytest.approx(meter.flops.total())
+
+
+def unmasked(q: Tensor, k: Tensor, v: Tensor, sees: Any, rows: Tensor, scale: float) -> Tensor:
+    """A kernel that keeps its inputs, its output and its normaliser."""
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
 
 
 def causal(config: Any) -> int:
