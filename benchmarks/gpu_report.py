@@ -1,9 +1,10 @@
 """Everything that needs a GPU, in ten minutes, into one JSON: `python benchmarks/gpu_report.py REPORT.json`.
 
-`pytest -m gpu`, the loss's kernels, and steps of drafts for an 8B target (random weights, from its config): by algorithm, length of row and
-share supervised; seconds of the target's forward and of a step from its states, tokens/s with and without the target, MFU on needed FLOPs
-(`foredraft.training.cost`), peak memory. A part runs in a process of its own within a limit of time; what it gave, or why it did not, is
-written as soon as it ends. `--tiny` rehearses all on the CPU at sizes that say nothing.
+`pytest -m gpu`, times of kernels (`kernel_times.py`), and steps of drafts for an 8B target (random weights, from its config): by algorithm,
+length of row and share supervised, EAGLE-3 compiled and checkpointed, too; seconds of the target's forward and of a step from its states,
+tokens/s with and without the target, MFU on needed FLOPs (`foredraft.training.cost`), peak memory. A part runs in a process of its own
+within a limit of time; what it gave, or why it did not, is written as soon as it ends. `--tiny` rehearses all on the CPU at sizes that
+say nothing.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,6 +50,8 @@ STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dflash": ({"block_size": 16}, {"block_size": 4, "num_layers": 1, "num_aux": 2, "anchors": 4}),
 }
 """Options: at 8B, and tiny."""
+WAYS = ("compiled", "checkpointed")
+"""How EAGLE-3 is trained once more."""
 LENGTHS, TINY_LENGTHS, SHARES = (4096, 16_384, 32_768), (32, 64), (1.0, 0.5, 0.25)
 WARM, TIMED = 2, 4
 ROOT = Path(__file__).parent.parent
@@ -58,35 +62,44 @@ LIMIT, TESTS, PART = 570, 240, 90
 def parts(tiny: bool) -> dict[str, list[str]]:
     """What is run, by name, the most wanted first."""
     steps = [f"{name} {length}" for length in (TINY_LENGTHS if tiny else LENGTHS) for name in STEPS]
+    steps[len(STEPS) : len(STEPS)] = [f"{steps[0]} {way}" for way in WAYS]
     own = {step: [sys.executable, __file__, "--part", step, *(["--tiny"] if tiny else [])] for step in steps}
     first = dict(list(own.items())[: len(STEPS)])
     tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_gpu.py")]
-    loss = {} if tiny else {"loss": [sys.executable, str(ROOT / "benchmarks" / "loss.py")]}
-    return {"tests": tests if tiny else [*tests[:-1], str(ROOT / "tests")], **first, **loss, **own}
+    timed = [sys.executable, str(ROOT / "benchmarks" / "kernel_times.py")]
+    kernels = {name: [*timed, name, *own[steps[0]][4:]] for name in ("attention", "ranged", "loss")}
+    return {"tests": tests if tiny else [*tests[:-1], str(ROOT / "tests")], **first, **kernels, **own}
 
 
 def steps(part: str, tiny: bool) -> list[dict[str, Any]]:
     """A cell per share that is supervised; memory that is not enough is told, and ends the part."""
-    algorithm, length = part.split()[0], int(part.split()[1])
+    algorithm, length, *way = part.split()
     config, options = LlamaConfig(**(TINY if tiny else LARGE)), STEPS[algorithm][tiny]
     device = "cpu" if tiny or not torch.cuda.is_available() else "cuda"
     cells: list[dict[str, Any]] = []
     for share in SHARES:
-        shape = Shape(1, length, share)
+        shape = Shape(1, int(length), share)
         try:
-            cells.append({"share": share, **timed(config, algorithm, options, shape, device)})
+            cells.append({"share": share, **timed(config, algorithm, options, shape, device, way)})
         except torch.OutOfMemoryError as error:
             cells.append({"share": share, "error": str(error)[:300]})
         print(json.dumps(cells), flush=True)
     return cells
 
 
-def timed(config: Any, algorithm: str, options: dict[str, Any], shape: Shape, device: str) -> dict[str, Any]:
-    """Seconds, tokens/s, MFU and memory of one shape."""
-    cost = count_step(lambda: auto_draft(config, algorithm, **options), config, shape)
-    capture, step, _ = step_of(config, algorithm, options, shape, device, torch.bfloat16)
+def timed(config: Any, algorithm: str, options: dict[str, Any], shape: Shape, device: str, way: Sequence[str] = ()) -> dict[str, Any]:
+    """Seconds, tokens/s, MFU and memory of one shape; `way`: of `WAYS`."""
+    checkpointed = "checkpointed" in way
+    cost = count_step(lambda: auto_draft(config, algorithm, **options), config, shape, checkpointing=checkpointed)
+    capture, step, draft = step_of(config, algorithm, options, shape, device, torch.bfloat16)
+    if checkpointed:
+        draft.gradient_checkpointing_enable()
+    if "compiled" in way:
+        draft.compile(backend="inductor" if device == "cuda" else "eager")
+    weights = 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        weights = torch.cuda.memory_allocated()
     seconds: dict[str, list[float]] = {"target": [], "step": []}
     for _ in range(WARM + TIMED):
         start = now(device)
@@ -104,7 +117,8 @@ def timed(config: Any, algorithm: str, options: dict[str, Any], shape: Shape, de
         "mfu": {"online": online * cost.per_token() / peak, "stored": stored * cost.per_token(stored=True) / peak},
         "needed_gflop_per_token": {name: n / cost.tokens / 1e9 for name, n in cost.flops.items()},
         "counted_bytes": cost.step_bytes,
-        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "step_bytes": torch.cuda.max_memory_allocated() - weights if device == "cuda" else None,
+        "weight_bytes": weights or None,
     }
 
 
@@ -136,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("report", type=Path, nargs="?", help="JSON to write")
     parser.add_argument("--tiny", action="store_true", help="on the CPU, at sizes that say nothing")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of all parts together")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of all parts together; more for each, too")
     parser.add_argument("--part", help="one part, in this process")
     asked = parser.parse_args()
     if asked.part:
@@ -149,7 +163,8 @@ def main() -> None:
     end = time.time() + asked.limit
     for name, command in parts(asked.tiny).items():
         left = end - time.time()
-        report["parts"][name] = run(command, min(left, TESTS if name == "tests" else PART)) if left > 5 else {"status": "no time left"}
+        most = (TESTS if name == "tests" else PART) * asked.limit / LIMIT
+        report["parts"][name] = run(command, min(left, most)) if left > 5 else {"status": "no time left"}
         print(name, report["parts"][name]["status"], flush=True)
         if asked.report:
             asked.report.write_text(json.dumps(report, indent=1))

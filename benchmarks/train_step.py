@@ -1,7 +1,7 @@
 """What a training step costs on this machine: seconds and peak memory of every algorithm, by shape and by the share that is supervised.
 
 `OMP_NUM_THREADS=1 python benchmarks/train_step.py [--json FILE]` runs each cell in a process of its own, and prints ratios to the first of
-its shape (EAGLE-3, all supervised). `--quick` takes the smallest shape. `--column NAME=COMMAND` adds another trainer's: the command is
+its shape (EAGLE-3, all supervised). `--shape 2x512` says rows × length. `--column NAME=COMMAND` adds another trainer's: the command is
 given the cell as JSON, and prints `{"seconds": ..., "megabytes": ...}`.
 """
 
@@ -22,6 +22,7 @@ from accelerate.utils import send_to_device
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foredraft import DraftCollator, Target, auto_draft
+from foredraft.training.borrowing import Borrow
 from foredraft.training.cost import Shape
 
 SMALL = {
@@ -57,6 +58,8 @@ def step_of(
         draft = auto_draft(config, algorithm, **options).train()
     draft.to(device)
     target = Target(model.to(device), draft.config.aux_layers, draft.algorithm.needs)
+    draft.take_head(target)
+    Borrow(model, dtype).on_train_begin(None, None, None, model=draft)  # as the trainer does with what is frozen
     batch = send_to_device(DraftCollator(draft.algorithm)(shape.packed()), device)
 
     def capture() -> Any:
@@ -104,7 +107,7 @@ def measured(command: list[str], given: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Print a line per cell."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the smallest shape alone")
+    parser.add_argument("--shape", action="append", metavar="ROWSxLENGTH", help="these alone")
     parser.add_argument("--case", action="append", choices=CASES, help="these alone")
     parser.add_argument("--column", action="append", default=[], metavar="NAME=COMMAND", help="another trainer, see above")
     parser.add_argument("--json", type=Path, help="write all cells there")
@@ -112,7 +115,7 @@ def main() -> None:
     columns = {"foredraft": [sys.executable, __file__, "--cell"]}
     columns |= {name: shlex.split(command) for name, _, command in (column.partition("=") for column in asked.column)}
     cells: list[dict[str, Any]] = []
-    for rows, length in SHAPES[:1] if asked.quick else SHAPES:
+    for rows, length in [tuple(map(int, shape.split("x"))) for shape in asked.shape or ()] or SHAPES:
         first: dict[str, Any] = {}
         for case in asked.case or CASES:
             for share in SHARES:

@@ -10,16 +10,27 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import gpu_report
+import kernel_times
 
 
-@pytest.mark.parametrize("algorithm", gpu_report.STEPS)
-def test_steps(algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("part", [*(f"{name} 32" for name in gpu_report.STEPS), "eagle3 32 compiled checkpointed"])
+def test_steps(part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A cell, told as soon as it is there."""
     monkeypatch.setattr(gpu_report, "SHARES", (0.5,))
-    (cell,) = gpu_report.steps(f"{algorithm} 32", tiny=True)
+    (cell,) = gpu_report.steps(part, tiny=True)
     assert json.loads(capsys.readouterr().out) == [cell]
     assert cell["tokens_per_second"]["stored"] > cell["tokens_per_second"]["online"] > 0
     assert 0 < cell["mfu"]["online"] < 1
+
+
+def test_kernels() -> None:
+    """Each gives times, or says why not."""
+    for part in (kernel_times.attention, kernel_times.ranged, kernel_times.loss):
+        cells = part(tiny=True)
+        assert any("forward" in cell or "both" in cell for cell in cells)
+        for cell in cells:
+            assert "flash-attn" in cell.get("error", "flash-attn")
+            assert all(cell[key] > 0 for key in {"forward", "backward", "both"} & {*cell})
 
 
 def test_a_part_that_fails_or_lasts_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from foredraft import DraftCollator, ForedraftError
 from foredraft.draft.attention import Unrolled, kernel_for, kernels, patterns, unrolled_segments
 from foredraft.draft.attention import unrolled as merging
 from foredraft.draft.attention.segments import Segments, inputs_segments, packed_segments, slots_segments
-from foredraft.draft.attention.varlen import varlen, varlen_backward
+from foredraft.draft.attention.unrolled import varlen, varlen_backward
 
 SCALE = 0.3
 HEADS = {"grouped 4/2": (4, 2), "one for all": (4, 1), "as many": (3, 3)}

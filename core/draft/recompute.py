@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ..contracts.draft import KeyValueCache
-from .attention.varlen import varlen
+from .attention.unrolled import varlen
 
 aten: Any = torch.ops.aten
 

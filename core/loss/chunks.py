@@ -12,11 +12,10 @@ from ..contracts.algorithm import Step
 from ..contracts.draft import DraftModel
 from ..contracts.objective import ObjectiveBase, RowObjective
 from ..contracts.pairs import UNIT, Pairs, pairs_by_teacher
-from .head import head_of
+from .head import head_of, in_cache, is_fake
 from .objectives import CrossEntropy
 from .readable import METRICS
 from .rows import Against, Found, differentiate
-from .sizes import in_cache, is_fake
 from .teachers import Supervisor
 
 # Rows of draft logits alive at a time on the CPU: enough for its matrix units.

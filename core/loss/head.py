@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..contracts.draft import DraftModel
 
@@ -109,6 +110,16 @@ class MatrixHead:
         for (_, total), d in zip(self._others, found, strict=True):
             total += d
         return d_states_ND
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Fake tensors hold no values, and stand for those of a GPU: a step that is run on them is counted, whatever machine counts."""
+    return isinstance(tensor, FakeTensor)
+
+
+def in_cache(tensor: Tensor) -> bool:
+    """Whether pieces should fit a CPU's cache; a GPU wants few launches."""
+    return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.objective import ObjectiveBase, RowObjective, known
-from .sizes import in_cache
+from .head import in_cache
 from .teachers import Taught
 
 # Numbers of a tensor alive at a time on the CPU: what is looked at several times stays in its cache.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.signal import Signal
-from .sizes import in_cache
+from .head import in_cache
 
 # Rows of full-vocabulary logits alive at a time: float32 and their exponentials.
 CHUNK = 64

@@ -50,7 +50,3 @@ class Borrow(TrainerCallback):
             if hook is not None:
                 hook.remove()
         self._lent.clear()
-
-
-def _in_dtype(dtype: torch.dtype, module: nn.Module, given: Any, rows: Tensor) -> Tensor:
-    return rows.to(dtype)

@@ -1,4 +1,7 @@
-"""The attention of training-time test: a varlen kernel over the causal keys, merged with the own-slot entries by log-sum-exp."""
+"""The attention of training-time test: a varlen kernel over the causal keys, merged with the own-slot entries by log-sum-exp.
+
+Kernels stand behind an operator of torch, so that fake tensors, compilers and counters of operations know them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import precise
+from .kernels import KERNELS, Bounds, precise
 from .regions import Regions, region
 from .segments import Segments
-from .varlen import varlen, varlen_backward
 
 
 def joint_attention(
@@ -97,3 +99,57 @@ def _gathered(weight_NH: Tensor, x_NHd: Tensor, like_Nhd: Tensor) -> Tensor:
 def _grouped(x_NHX: Tensor, like_Nhd: Tensor) -> Tensor:
     """[N, h, H/h, X], or without the last dimension."""
     return x_NHX.unflatten(1, (like_Nhd.shape[1], -1))
+
+
+@torch.library.custom_op("foredraft::varlen", mutates_args=())
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of causal attention by segments, see `kernels`; its gradient is `varlen_backward`'s, given by the caller."""
+    out, lse = KERNELS[kernel].forward(q, k, v, Bounds(cu_q, cu_k, max_q, max_k), scale)
+    return out, lse
+
+
+@varlen.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, kernel: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=precise(q))
+
+
+@torch.library.custom_op("foredraft::varlen_backward", mutates_args=())
+def varlen_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for an output and log-sum-exp that may be those of a merge."""
+    dq, dk, dv = KERNELS[kernel].backward(grad, q, k, v, out, lse, Bounds(cu_q, cu_k, max_q, max_k), scale)
+    return dq, dk, dv
+
+
+@varlen_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
