@@ -1,4 +1,4 @@
-"""GGUF as llama.cpp's build 11434 reads drafts: EAGLE-3 (`eagle3`) and DFlash (`dflash`), a file each."""
+"""GGUF as llama.cpp's build 11434 reads drafts: EAGLE-3 (`eagle3`), DFlash and DSpark (`dflash`), a file each."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -25,6 +25,7 @@ KINDS = {
     "Eagle3LlamaForCausalLM": "eagle3",
     "Eagle3Qwen3ForCausalLM": "eagle3",
     "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dflash",
 }
 """Its architecture for ours."""
 OUTER = {
@@ -33,6 +34,9 @@ OUTER = {
     "norm": "output_norm",
     "lm_head": "output",
     "hidden_norm": "enc.output_norm",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
 }
 INNER = {
     "input_layernorm": "attn_norm",
@@ -73,7 +77,7 @@ class GGUF(FormatBase):
     """Read and written. What llama.cpp computes otherwise than the draft was trained is refused: it would not notice most of it."""
 
     name = "gguf"
-    summary = "EAGLE-3 and DFlash drafts for llama.cpp"
+    summary = "EAGLE-3, DFlash and DSpark drafts for llama.cpp"
     sign = "a .gguf file of architecture eagle3 or dflash"
     suffix = ".gguf"
     Options = GGUFOptions
@@ -122,6 +126,7 @@ class GGUF(FormatBase):
         if kind == "dflash":
             fields |= {
                 "block_size": told("block_size"),
+                **_markov(data),
                 "mask_token_id": data.get("tokenizer.ggml.mask_token_id"),
                 "causal": told("attention.causal"),
                 "hidden_act": told("hidden_act"),
@@ -163,6 +168,14 @@ class GGUF(FormatBase):
             }
         else:
             widths = config.get("target_hidden_size"), config.get("hidden_size")
+            markov, inner = config.get("markov_head_type"), config.get("dflash_config")
+            projector = inner.get("projector_type") if isinstance(inner, Mapping) else None
+            sure = config.get("enable_confidence_head") and not config.get("confidence_head_with_markov")
+            wants |= {
+                "markov_head_type": (markov not in (None, "vanilla"), f"{markov}: it knows vanilla Markov heads only"),
+                "confidence_head_with_markov": (sure, "false: its confidence head reads the token before, too"),
+                "projector_type": (projector, f"{projector}: it has no such head"),
+            }
             wants["target_hidden_size"] = (widths[0] != widths[1], f"{widths[1]}, the target's is {widths[0]}: it takes them for one")
         model = made["target"]["model_type"]
         aborts = f"model_type {model}: drafts are served beside {', '.join(TARGETS)}; other graphs hand out no layer inputs, and abort"
@@ -200,7 +213,10 @@ class GGUF(FormatBase):
                 "norm_before_residual": bool(config.norm_before_residual),
             }
         else:
-            stated["block_size"] = draft.algorithm.max_tokens + 1
+            fields = config.to_dict()
+            stated["block_size"] = fields["block_size"]
+            if "markov_rank" in fields:
+                stated |= {"sample_from_anchor": fields["sample_from_anchor"], "has_confidence_head": fields["enable_confidence_head"]}
             tokens["tokenizer.ggml.mask_token_id"] = config.mask_token_id
         data = {"general.architecture": kind, **{f"{kind}.{key}": value for key, value in stated.items()}, **tokens}
         return {INSIDE: data}, {**self._named(kind, config, tensors), **({"rope_freqs.weight": factors} if factors is not None else {})}
@@ -244,6 +260,8 @@ class GGUF(FormatBase):
         data, kind = dict(read.fields), read.fields.get("general.architecture")
         if "d2t" in read.tensors:
             data["d2t"] = read.tensors["d2t"][0][0]
+        if "markov_w1.weight" in read.tensors:
+            data["markov"] = [read.tensors["markov_w1.weight"][0][1], "conf_proj.weight" in read.tensors]
         if "rope_freqs.weight" in read.tensors:
             data["rope_freqs"] = read.load("rope_freqs.weight").tolist()
         if read.packed:
@@ -262,16 +280,26 @@ class GGUF(FormatBase):
 
 def _gguf_name(name: str) -> str | None:
     """Its name of one of our tensors; None if it has none."""
-    outer, inner = name.removesuffix(".weight"), name.split(".", 2)
+    (outer, _, end), inner = name.rpartition("."), name.split(".", 2)
     if outer in OUTER:
-        return f"{OUTER[outer]}.weight"
+        return f"{OUTER[outer]}.{end}"
     if inner[0] != "layers" or (part := INNER.get(inner[2].removesuffix(".weight"))) is None:
         return None
     return f"blk.{inner[1]}.{part}.weight"
 
 
+def _markov(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a DSpark draft, its heads."""
+    held = data.get("markov")
+    if not isinstance(held, list) or len(held) != 2:
+        return {}
+    anchor = data.get("dflash.sample_from_anchor", True)
+    return {"markov_rank": held[0], "enable_confidence_head": held[1], "sample_from_anchor": anchor, "markov_head_type": "vanilla"}
+
+
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    return f"{names.get(stem := name.removesuffix('.weight'), stem)}{name[len(stem) :]}"
+    stem, dot, end = name.rpartition(".")
+    return f"{names.get(stem, stem)}{dot}{end}"
 
 
 def _paired(weight: Tensor, head_dim: int) -> Tensor:

@@ -81,14 +81,14 @@ def words_of(tokenizer: PreTrainedTokenizerFast, size: int) -> dict[str, Any]:
 class Server:
     """One `llama-server` on a free port, which ends with the block."""
 
-    def __init__(self, *arguments: str | Path, folder: Path):
+    def __init__(self, *arguments: object, folder: Path, threads: int = 1, verbosity: int = 5):
         assert BINARIES
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", folder / "server.log"
-        common = ["--host", "127.0.0.1", "--port", port, "-t", 1, "-np", 1, "-c", 512, "-ctk", "f32", "-ctv", "f32", "--no-webui"]
-        command = [Path(BINARIES) / "llama-server", *common, "--no-repack", "-lv", 5, "--metrics", *arguments]
+        common = ["--host", "127.0.0.1", "--port", port, "-t", threads, "-np", 1, "-c", 512, "-ctk", "f32", "-ctv", "f32", "--no-webui"]
+        command = [Path(BINARIES) / "llama-server", *common, "--no-repack", "-lv", verbosity, "--metrics", *arguments]
         environment = {**os.environ, "LD_LIBRARY_PATH": f"{BINARIES}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=subprocess.STDOUT, env=environment)

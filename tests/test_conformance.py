@@ -283,7 +283,7 @@ class TestSpeculators(FormatTests):
 
 
 class TestGGUF(FormatTests):
-    @pytest.fixture(params=["eagle3", "dflash"])
+    @pytest.fixture(params=["eagle3", "dflash", "dspark"])
     def algorithm(self, request: pytest.FixtureRequest) -> Any:
         return default_registry().algorithm(request.param)
 

@@ -178,6 +178,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
     ("eagle3", {"num_layers": 2, "num_aux": 2, "qk_norm": True}, "llama", ("num_hidden_layers: 2", "2 aux layers", "norms on queries")),
     ("eagle31", {}, "qwen2", ("one norm per aux state", "fed back", "model_type qwen2")),
     ("peagle", {}, "llama", ("P-EAGLE",)),
+    ("dspark", {"markov_head_type": "rnn", "confidence_head_with_markov": False}, "llama", ("vanilla", "reads the token before")),
+    ("domino", {}, "llama", ("no such head",)),
     ("medusa", {}, "llama", ("no architecture",)),
     ("eagle3", {}, "deepseek_v3", ("latent attention",)),
 ]

@@ -34,6 +34,7 @@ PAIRS = [
     ("Qwen3, yarn", "EAGLE-3"),
     ("Llama", "DFlash"),
     ("Qwen3, yarn", "DFlash"),
+    ("Llama", "DSpark"),
 ]
 
 
@@ -87,6 +88,8 @@ def test_llamacpp_writes_the_same_text_and_drafts_what_we_draft(family: str, alg
             theirs = dict(zip(sorted(ours), server.drafted()[before:], strict=False))
             assert len(theirs) > 1
             for known, tokens in theirs.items():
+                if len(tokens) < DRAFTED and "EAGLE" not in algorithm:
+                    continue  # at the end of a request: a shorter block is another one
                 assert tokens == ours[known][: len(tokens)], f"after {known} tokens of {prompt + continued}"
                 compared += len(tokens)
             counts = [a + b for a, b in zip(counts, accepted(theirs, prompt + continued), strict=True)]
