@@ -1,6 +1,8 @@
 """Hidden states on disk: what training reads of them, whose they are, and what becomes of them when something breaks."""
 
+import json
 import os
+import resource
 import shutil
 import time
 from collections.abc import Mapping
@@ -11,13 +13,17 @@ import pytest
 import torch
 from killed import kill_at_random
 from rigged import predictable_target, trainer_of, written_rows
-from tiny import gradients, tiny_batch, tiny_draft, tiny_rows, tiny_target, tiny_tokenizer
+from safetensors.torch import load_file
+from tiny import TOKENS, chat, gradients, tiny_batch, tiny_draft, tiny_rows, tiny_target, tiny_tokenizer
 from torch.testing import assert_close
 
 from foredraft import AlgorithmBase, ForedraftError, Target
 from foredraft.registry import default_registry
 from foredraft.target import store as stores
+from foredraft.target.loading import load_target
 from foredraft.training import CachedTarget
+from foredraft.training import run as runs
+from foredraft.training.settings import RunConfig
 
 MODEL = predictable_target(wobble=0.5)
 ROWS = written_rows(MODEL)
@@ -219,3 +225,50 @@ class TestFaults:
         assert not list((tmp_path / "killed").glob("*.part"))
         ours, theirs = (cached(tmp_path / d).store.states(batch) for d in ("killed", "whole"))
         assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+    def test_a_full_disk_in_the_middle(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was written before stays, nothing half, and the next call goes on."""
+        monkeypatch.setattr(stores, "SHARD", 1)
+        target = cached(tmp_path)
+        heard, tell = os.pipe()
+        child = os.fork()
+        if child == 0:  # the limit would stay with this process
+
+            def full(*asked: Any) -> Any:
+                for number, found in enumerate(target.run(*asked)):
+                    if number == 3:
+                        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+                    yield found
+
+            try:
+                target.store.fill([PACKED], full, show_progress=False)
+            except ForedraftError as error:
+                os.write(tell, str(error).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert "could not keep hidden states" in os.read(heard, 1000).decode()
+        assert len(shards(tmp_path)) == 3
+        assert not list(tmp_path.glob("*.part"))
+        target.fill(PACKED)
+        assert len(shards(tmp_path)) == 6
+
+
+def test_a_run_from_stored_states_leaves_the_layers_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same draft as with the target; where all is stored its layers are not loaded, and only the start asks for the last of them."""
+    tiny_target(vocab=TOKENS, eos_token_id=2, pad_token_id=0).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"messages": chat(f"q {i}", f"the answer {i}")}) + "\n" for i in range(6)))
+    training = {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    data = {"train": str(tmp_path / "data.jsonl"), "held_out": 1, "max_length": 64}
+    fields = {"target": str(tmp_path / "target"), "data": data, "options": {"ttt_steps": 2}, "training": training}
+    loaded = []
+    monkeypatch.setattr(runs, "load_target", lambda *a, **k: (loaded.append(m := load_target(*a, **k)), m)[1])
+    drafts = []
+    for name in ("plain", "captured", "stored"):
+        kept = {} if name == "plain" else {"hidden_states_cache": str(tmp_path / "states")}
+        drafts.append(load_file(runs.train(RunConfig.check({**fields, **kept, "output_dir": str(tmp_path / name)})) / "model.safetensors"))
+    assert [hasattr(model, "hf_device_map") for model in loaded] == [False, False, True]
+    assert {place for name, place in loaded[2].hf_device_map.items() if "layers" in name} == {"disk"}
+    for other in drafts[1:]:
+        assert_close(other, drafts[0], rtol=1e-4, atol=1e-5)

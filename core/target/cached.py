@@ -30,7 +30,7 @@ class CachedTarget(Target):
     """A `Target` that reads its states from `directory`, where `fill` has stored them.
 
     They are told by target (config and weights), aux layers, dtype, and, where a tokenizer is given, by it and its chat template: those of
-    another one are refused. `kept` is auto, bfloat16, or float8 with a scale for every state.
+    another one are refused, unless `of` says that they were compared. `kept` is auto, bfloat16, or float8 with a scale for every state.
     """
 
     def __init__(
@@ -42,12 +42,14 @@ class CachedTarget(Target):
         *,
         kept: str = "auto",
         tokenizer: Reader | None = None,
+        of: Fingerprint | None = None,
     ):
+        self._tried = False
         super().__init__(model, aux_layers, needs)
         if is_sharded(model):
             raise ForedraftError("hidden_states_cache: ranks that share a target run it together, and none could store alone: leave it out")
         spelt = tokenizer and tokenizer_of(tokenizer)
-        of = fingerprint_of(model.config, weights_of(model), self.aux_layers, needs, model.dtype, spelt)
+        of = of or fingerprint_of(model.config, weights_of(model), self.aux_layers, needs, model.dtype, spelt)
         self.store = store_of(directory, model.config, of, model.dtype, kept)
 
     def fill(self, *rows: Any, batch_size: int = 8, show_progress: bool = True) -> None:
@@ -75,6 +77,9 @@ class CachedTarget(Target):
 
     def run(self, rows: Sequence[Row], parts: Sequence[Part]) -> Iterator[tuple[Part, Mapping[str, Tensor]]]:
         """The states of some parts of packed rows, by the model."""
+        if not self._tried:
+            super()._try_out()
+            self._tried = True
         ids, documents = (torch.tensor([list(row[name]) for row in rows]) for name in ("input_ids", "documents"))
         positions = positions_within(documents)
         batch = {"input_ids": ids, "documents": documents, "positions": positions, "ends": ends_of(positions)}
@@ -82,6 +87,9 @@ class CachedTarget(Target):
         states = {"aux": signal.aux_BSA, "hidden": signal.hidden_BST}
         for part in parts:
             yield part, part.cut({name: states[name] for name in self.store.form.widths})
+
+    def _try_out(self) -> None:
+        """Only if it must run: where all is stored, its layers may be far away."""
 
     def release(self) -> None:
         """Give back the memory of the decoder's layers, when all that will be asked is stored. Nobody can run the model afterwards."""

@@ -78,4 +78,4 @@ def parts_of_batch(batch: Mapping[str, Any]) -> list[Part]:
     columns = (batch[name].cpu().numpy() for name in ("documents", "spans", "input_ids"))
     pixels = batch.get("pixels") or [None] * len(batch["input_ids"])
     seen = [save({name: t.cpu() for name, t in found.items()}) if found else None for found in pixels]  # as packing wrote it
-    return [part for row, values in enumerate(zip(*columns, strict=True)) for part in parts_of(*values, row=row, pixels=seen[row])]
+    return [part for row, (d, s, ids) in enumerate(zip(*columns, strict=True)) for part in parts_of(d, s, ids, row, seen[row])]

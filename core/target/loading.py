@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,6 +26,7 @@ from ..contracts.loading import PLAIN, Loading, Rendering, Repository
 from ..data import Reader, tokenizer_of, with_template
 from ..errors import ForedraftError
 from ..registry import default_registry
+from .capture import decoder_layers
 from .gguf import check_readable, completed, is_gguf, plain, source, with_digits
 from .weights import is_settled
 
@@ -71,12 +73,19 @@ def load_tokenizer(name: str, loading: Loading = PLAIN, images: bool = False) ->
     return reader
 
 
-def load_target(name: str, dtype: str, loading: Loading = PLAIN, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """The target in a directory or on the hub, on `device` unless `loading` says where. Raises `ForedraftError` if it is not there."""
+def load_target(
+    name: str, dtype: str, loading: Loading = PLAIN, device: str | torch.device = "cpu", layers: bool = True
+) -> PreTrainedModel:
+    """The target in a directory or on the hub, on `device` unless `loading` says where; its decoder layers stay on disk if not wanted.
+
+    Raises `ForedraftError` if it is not there.
+    """
     config = load_config(name, loading)
     how = dict(loading.model)
     if is_gguf(name):
         how["config"] = config
+    if not layers and not {"device_map", "tp_plan", "quantization"} & how.keys():
+        how["device_map"] = _without_layers(config, str(device))
     if torch.device(device).type != "cpu" and not {"device_map", "tp_plan"} & how.keys():
         how["device_map"] = {"": torch.device(device)}  # read straight to it, not by way of the host's memory
     try:
@@ -90,6 +99,23 @@ def load_target(name: str, dtype: str, loading: Loading = PLAIN, device: str | t
     if loading.device_map is not None and not hasattr(model, "hf_device_map"):  # transformers notes a map of several devices alone
         model.hf_device_map = {"": model.device}
     return model
+
+
+def _without_layers(config: PretrainedConfig, device: str) -> dict[str, str]:
+    """A device map: the decoder layers on disk, from where they are fetched if one is asked for, and all else on `device`."""
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    layers, places = decoder_layers(model), dict[str, str]()
+
+    def settle(module: nn.Module, name: str) -> None:
+        for own, part in module.named_children():
+            if any(inner is layers for inner in part.modules()) and part is not layers:
+                settle(part, f"{name}{own}.")
+            else:
+                places[f"{name}{own}"] = "disk" if part is layers else device
+
+    settle(model, "")
+    return places
 
 
 def auto_class(config: PretrainedConfig) -> Any:

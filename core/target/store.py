@@ -121,7 +121,7 @@ class Store:
         rows, tokens, size, missing, to_write = [], 0, 0, 0, 0
         for which, dataset in enumerate(datasets):
             for number, row in enumerate(_plain(dataset)):
-                parts = [p for p in parts_of(row["documents"], row["spans"], row["input_ids"], 0, row.get("pixels")) if p.key not in seen]
+                parts = [p for p in _parts(row) if p.key not in seen]
                 there = self.shards.find([p.key for p in parts])[:, 0] >= 0
                 for part, stored in zip(parts, there.tolist(), strict=True):
                     seen[part.key] = True
@@ -147,7 +147,7 @@ class Store:
                 return wanted
             self._check(wanted)
             note = {"of": self.noted().get("of") or self._own, "data": wanted.data, "documents": wanted.documents}
-            write_text(self.directory / INDEX, json.dumps(note, indent=1))
+            write_text(self.directory / INDEX, json.dumps(note))
             free = shutil.disk_usage(self.directory).free
             print(f"hidden states: {wanted}; {_amount(wanted.to_write)} to write, {_amount(free)} free", flush=True)
             if wanted.to_write > free:
@@ -164,8 +164,7 @@ class Store:
         with Progress("capturing documents", wanted.documents, wanted.documents - wanted.missing, show_progress) as advance:
             for start in range(0, len(wanted.rows), batch_size):
                 rows = [datasets[which][number] for which, number in wanted.rows[start : start + batch_size]]
-                columns = ([row[name] for name in ("documents", "spans", "input_ids")] for row in rows)
-                parts = [p for i, values in enumerate(columns) for p in parts_of(*values, row=i, pixels=rows[i].get("pixels"))]
+                parts = [p for i, row in enumerate(rows) for p in _parts(row, i)]
                 stored = self.shards.find([part.key for part in parts])[:, 0] >= 0
                 new = {part.key: part for part, there in zip(parts, stored.tolist(), strict=True) if not there and part.key not in written}
                 for part, states in source(rows, list(new.values())):
@@ -209,6 +208,10 @@ def _check_finite(states: Mapping[str, Tensor], row: Row, part: Part) -> None:
                 "nothing of it is stored, what was captured before stays\n"
                 "  Try target_dtype: bfloat16 or float32, or leave that document out"
             )
+
+
+def _parts(row: Row, number: int = 0) -> list[Part]:
+    return parts_of(row["documents"], row["spans"], row["input_ids"], number, row.get("pixels"))
 
 
 def _plain(dataset: Any) -> Any:

@@ -43,12 +43,17 @@ class Target:
         self._soft_cap: float | None = getattr(text, "final_logit_softcapping", None)
         self._vocabulary = text.vocab_size
         self._gathered: dict[str, Tensor] = {}
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """Run it over a few tokens: is its head understood, and how are documents in a row told apart?"""
         self._check_head()
         states_8T = self._states_of_twins()
         self._packs = states_8T is not None and _alike(states_8T[:4], states_8T[4:])
-        self._by_documents = self._packs and wanted(model) and _alike(states_8T, self._states_of_twins(by_documents=True))
-        if text._attn_implementation == ASKED and not self._by_documents:
-            raise ForedraftError(f"attn_implementation: {type(model).__name__} does not work by '{ASKED}': leave it out, or choose another")
+        self._by_documents = self._packs and wanted(self.model) and _alike(states_8T, self._states_of_twins(by_documents=True))
+        if self.model.config.get_text_config()._attn_implementation == ASKED and not self._by_documents:
+            name = type(self.model).__name__
+            raise ForedraftError(f"attn_implementation: {name} does not work by '{ASKED}': leave it out, or choose another")
 
     @property
     def decoder(self) -> Any:

@@ -4,21 +4,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..data import tokenizer_of
 from ..errors import ForedraftError
 from ..registry import default_registry
 from ..serving import Server
 from ..serving.process import running_engine
-from ..target.cached import CachedTarget, store_of
+from ..target.cached import CachedTarget
 from ..target.extraction import Extraction
-from ..target.fingerprint import fingerprint_of, weights_of_files
 from ..target.loading import load_config, load_target
 from ..target.store import Wanted
 from .checks import check_run, open_start
 from .run import fresh_draft, packed_rows
 from .settings import RunConfig
+from .stored import store_of_run
 
 
 def capture(
@@ -46,9 +43,10 @@ def capture(
         raise ForedraftError(
             "the data has images, and engines are given ids alone: leave engine and base_url out, transformers runs the target"
         )
-    dtype = target.dtype if config.target_dtype == "auto" else getattr(torch, config.target_dtype)
-    of = fingerprint_of(target, weights_of_files(config.target), layers, needs, dtype, tokenizer_of(tokenizer))
-    store = store_of(config.hidden_states_cache, target, of, dtype, config.hidden_states_dtype)
+    store = store_of_run(config, draft, tokenizer)
+    if store is None:
+        raise ForedraftError(f"an engine's states are told by its target's files: '{config.target}' must be a directory of safetensors")
+    dtype = store.form.dtype
 
     def by(server: Server) -> Wanted:
         extraction = Extraction(server, config.target, target, layers, needs, dtype)

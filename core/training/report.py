@@ -69,7 +69,7 @@ def _last(history: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def _evaluations(directory: Path) -> list[dict[str, Any]]:
     """By prompt set: where from, τ, and acceptance per position by whom."""
-    found = []
+    found: list[dict[str, Any]] = []
     for file in sorted(directory.glob("*.json")):
         results = _json(file)
         for name, result in results.items() if isinstance(results, dict) else ():

@@ -26,6 +26,7 @@ from .inputs import check_rows
 from .plot import plot_training
 from .resume import LENGTH, digest, earlier_run, latest_complete, note
 from .settings import DataConfig, RunConfig
+from .stored import store_of_run
 from .trainer import DraftTrainer
 
 
@@ -58,16 +59,18 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
         print(f"resuming from {newest}", flush=True)
         for key, was, now in before["length"]:
             print(f"{key} was {was}, is {now}: from here the learning rate is that of a run of this length", flush=True)
-    model = load_target(config.target, config.target_dtype, config, arguments.device)
     set_seed(arguments.seed)
-    draft = begun or fresh_draft(config, model.config)
+    draft = begun or fresh_draft(config, load_config(config.target, config))
+    stored = store_of_run(config, draft, tokenizer)
+    whole = stored is not None and not stored.wanted([part for part in (rows, eval_rows) if part is not None]).missing
+    model = load_target(config.target, config.target_dtype, config, arguments.device, layers=not whole)
     for text in () if begun else draft.assumed(model.config.get_text_config()):
         print(f"assumed: {text}", flush=True)
     named = [public_name(source) for source in sources(config.data.train)]
     draft.config.foredraft["data"] = {"sources": named, "packed": rows.info.description}
     layers, needs = draft.config.aux_layers, draft.algorithm.needs
     if config.hidden_states_cache:
-        kept: Any = {"kept": config.hidden_states_dtype, "tokenizer": tokenizer}
+        kept: Any = {"kept": config.hidden_states_dtype, "tokenizer": tokenizer, "of": stored.of if whole and stored else None}
         target: Target = CachedTarget(model, layers, config.hidden_states_cache, needs, **kept)
     else:
         target = Target(model, layers, needs)
