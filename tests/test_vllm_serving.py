@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import TOKENS, chat, tiny_batch, tiny_draft, tiny_target, tiny_tokenizer
-from torch.testing import assert_close
 from typer.testing import CliRunner
 from vllm_on_cpu import install
 
@@ -58,7 +58,13 @@ def test_states_are_those_of_transformers(work: Path) -> None:
     assert theirs.store.wanted([rows]).missing == 0
     ours.fill(rows)
     batch = tiny_batch(tiny_draft(tiny_target()).algorithm, list(rows))
-    assert_close(theirs.store.states(batch), ours.store.states(batch), rtol=2e-4, atol=2e-4, equal_nan=True)
+    for name, states in ours.store.states(batch).items():
+        found = theirs.store.states(batch)[name]
+        assert torch.equal(found.isnan(), states.isnan())
+        each, true = (s.nan_to_num().unflatten(-1, (-1, 128)) for s in (found, states))
+        apart = (each - true).norm(dim=-1) / true.norm(dim=-1).clamp(min=1e-6)
+        print(f"{name}: apart by up to {float(apart.max()):.2g} of a state")
+        assert apart.max() < 1e-3
 
 
 def test_answers_are_those_of_transformers(work: Path) -> None:
