@@ -1,6 +1,7 @@
 """A training run carried out, from its settings to the finished draft."""
 
 import json
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
             print(f"{key} was {was}, is {now}: from here the learning rate is that of a run of this length", flush=True)
     set_seed(arguments.seed)
     draft = begun or fresh_draft(config, load_config(config.target, config))
-    stored = store_of_run(config, draft, tokenizer)
+    stored = None
+    with suppress(ForedraftError):  # files may name weights otherwise than modules: then the target itself is compared, and tells
+        stored = store_of_run(config, draft, tokenizer)
     whole = stored is not None and not stored.wanted([part for part in (rows, eval_rows) if part is not None]).missing
     model = load_target(config.target, config.target_dtype, config, arguments.device, layers=not whole)
     for text in () if begun else draft.assumed(model.config.get_text_config()):

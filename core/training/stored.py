@@ -19,7 +19,9 @@ def store_of_run(config: RunConfig, draft: BaseDraft, reader: Reader) -> Store |
     Raises `ForedraftError` if another target's states are there.
     """
     settled = config.device_map or config.tp_plan or config.quantization
-    if config.hidden_states_cache is None or settled or not any(Path(config.target).glob("*.safetensors")):
+    directory = Path(config.target)
+    as_it_stands = (directory / "config.json").exists() and any(directory.glob("*.safetensors")) and not list(directory.glob("adapter_*"))
+    if config.hidden_states_cache is None or settled or not as_it_stands:
         return None
     target = load_config(config.target, config)
     dtype = target.dtype if config.target_dtype == "auto" else getattr(torch, config.target_dtype)
