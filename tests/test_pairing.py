@@ -67,6 +67,12 @@ def test_other_weights_are_named_in_one_line(tmp_path: Path) -> None:
     half.lm_head.weight.data += 0.1
     with pytest.warns(UserWarning, match="this one has another head; if"):
         check_pair(half, draft)
+    tuned = copy.deepcopy(model)
+    tuned.model.layers[-1].mlp.up_proj.weight.data *= 1.01
+    with pytest.warns(UserWarning, match="this one has other layers, as one of the two is fine-tuned; if"):
+        check_pair(tuned, draft)
+    tuned.config.name_or_path = "a/file.gguf"
+    silent(lambda: check_pair(tuned, draft))
     quantised = copy.deepcopy(model)
     quantised.model.embed_tokens.weight = torch.nn.Parameter(torch.zeros(50, 32, dtype=torch.int8), requires_grad=False)
     assert sample_of(quantised).keys() == sample_of(model).keys() - {"embedding"}

@@ -46,7 +46,9 @@ def run(directory: Path, batch_size: int, **fields: Any) -> None:
     if directory.name == "shared_target":
         target = load_target(str(directory.parent / "target"), "float32", Loading(tp_plan="auto"))
         assert target.model.layers[0].mlp.up_proj.weight.to_local().shape[0] == 32
+        known = draft.config.foredraft["target"]["sample"]
         draft.start_from(target)
+        assert draft.config.foredraft["target"]["sample"] == known, "shared or whole, it is one target"
     trainer = trainer_of(draft, target, directory, rows, per_device_train_batch_size=batch_size, eval_dataset=rows[:4], **RUN | fields)
     trainer.train(resume_from_checkpoint=True)
     assert isinstance(draft.lm_head.weight, DTensor) is ("fsdp" in fields)

@@ -104,6 +104,7 @@ def _warn(made: Mapping[str, Any], config: PretrainedConfig, found: Mapping[str,
     reasons = ["another config"] if describe_target(config)["fingerprint"] != made["fingerprint"] else []
     if not getattr(config, "quantization_config", None):
         tables, tuned = differences(made, found, adapted)
+        tuned &= not is_gguf(config.name_or_path)  # dequantised: its layers are near those of the model that it was made of
         reasons += [f"another {name}" for name in tables] + (["other layers, as one of the two is fine-tuned"] if tuned else [])
     if reasons:
         name = f" than '{made['name']}', its own" if made.get("name") else ""

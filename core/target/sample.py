@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,7 @@ def sample_of(model: PreTrainedModel) -> dict[str, str]:
             # Experts that are modules of their own are many; an adapter's parts belong to what they stand beside.
             if not hasattr(module, "in_features") or re.search(r"\.\d+(\.|$)|\.(base_layer|lora_\w+)(\.|$)", path):
                 continue
-            at = tuple(_spread(size, count) for size, count in zip((module.out_features, module.in_features), OF_LAYERS, strict=True))
-            if (corner := corner_of(module, *at)) is not None:
+            if (corner := corner_of(module, partial(_places, sampled=OF_LAYERS))) is not None:
                 found[f"{names[layers].removeprefix('base_model.model.')}.{layer}.{path}"] = _text(corner)
     return found
 
@@ -101,13 +101,15 @@ def _tensors(directory: Path) -> dict[str, Any]:
     return found
 
 
-def _spread(size: int, count: int) -> list[int]:
-    return [(2 * i + 1) * size // (2 * count) for i in range(count)]
+def _places(shape: Sequence[int], sampled: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """Rows and columns, evenly spread over a matrix."""
+    rows, columns = ([(2 * i + 1) * size // (2 * count) for i in range(count)] for size, count in zip(shape, sampled, strict=True))
+    return rows, columns
 
 
 def _numbers(rows_of: Rows, shape: Sequence[int], sampled: tuple[int, int] = SAMPLED) -> str:
-    """Evenly spread over a matrix, a row at a time."""
-    rows, columns = (_spread(size, count) for size, count in zip(shape, sampled, strict=True))
+    """Of a matrix that is read a row at a time."""
+    rows, columns = _places(shape, sampled)
     return _text(torch.stack([rows_of(slice(i, i + 1))[0, columns].float() for i in rows]))
 
 

@@ -1,5 +1,6 @@
 """A target's matrices, wherever its parts are: offloaded, sharded over ranks, packed by a quantiser."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,11 +47,13 @@ def known_ids(embedding: Any) -> int:
     return next((m.num_embeddings for m in embedding.modules() if isinstance(m, nn.Embedding)), 0) or len(embedding.weight)
 
 
-def corner_of(module: Any, rows: list[int], columns: list[int]) -> Tensor | None:
-    """Some numbers [rows, columns] of the matrix that a projection multiplies by, with the adapter beside it; None if it is quantised."""
+def corner_of(module: Any, pick: Callable[[torch.Size], tuple[list[int], list[int]]]) -> Tensor | None:
+    """Some numbers of the matrix that a projection multiplies by, with the adapter beside it: those rows and columns that `pick` says of
+    its shape. None if it is quantised."""
     base = own_tensors(getattr(module, "base_layer", module)).get("weight")
     if base is None or not is_plain(base) or base.is_meta or base.ndim != 2:
         return None
+    rows, columns = pick(base.shape)  # ranks that share a module may call its part of them its features
     return (base[:, columns] if not hasattr(module, "base_layer") else _columns(module, columns, base.dtype).T)[rows]
 
 
