@@ -24,7 +24,15 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4, "head_dim": 64}
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "first_k_dense_replace": LAYERS,
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -42,11 +50,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     "granite_swa": {"residual_multiplier": 0.5},
     "afmoe": {"num_dense_layers": 1, "num_shared_experts": 1},
-    "cohere2_moe": {"num_shared_experts": 1, "tie_word_embeddings": True},
-    "gemma4_text": {"tie_word_embeddings": True},
-    "gpt_oss": {"rope_parameters": ROPE},
+    "cohere2_moe": {"sliding_window": 64, "num_shared_experts": 1, "tie_word_embeddings": True},
+    "gemma4_text": {"tie_word_embeddings": True, "num_experts": None, "moe_intermediate_size": None},
+    "gpt_oss": {"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}},
     "laguna": {},
-    "llama4_text": {},
+    "llama4_text": {"num_experts_per_tok": 1},
     "mimo_v2_flash": {"v_head_dim": 32},
     "minimax_m2": {},
     "minicpm3": LATENT,
