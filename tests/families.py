@@ -91,7 +91,7 @@ def tiny_family(model_type: str) -> PreTrainedModel:
     cls = CONFIG_MAPPING[model_type]
     names = {*dir(cls), *cls.attribute_map, *cls().to_dict()}
     names -= {name for name in names if isinstance(getattr(cls, name, None), property)}
-    config = cls(**{n: v for n, v in {**SIZES, **FAMILIES[model_type]}.items() if n in names})
+    config = cls(**{**{n: v for n, v in SIZES.items() if n in names}, **FAMILIES[model_type]})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None

@@ -71,7 +71,8 @@ def test_other_weights_are_named_in_one_line(tmp_path: Path) -> None:
     tuned.model.layers[-1].mlp.up_proj.weight.data *= 1.01
     with pytest.warns(UserWarning, match="this one has other layers, as one of the two is fine-tuned; if"):
         check_pair(tuned, draft)
-    tuned.config.name_or_path = "a/file.gguf"
+    (tmp_path / "file.gguf").touch()
+    tuned.config.name_or_path = str(tmp_path / "file.gguf")
     silent(lambda: check_pair(tuned, draft))
     quantised = copy.deepcopy(model)
     quantised.model.embed_tokens.weight = torch.nn.Parameter(torch.zeros(50, 32, dtype=torch.int8), requires_grad=False)
