@@ -174,7 +174,7 @@ class DSpark(BlockAlgorithm[DSparkOptions]):
         if fields.get("enable_confidence_head") is not None and bool(fields["enable_confidence_head"]) != (sure is not None):
             text = f"enable_confidence_head={fields['enable_confidence_head']}, the file holds {'one' if sure else 'none'}"
             mend = f"write {str(sure is not None).lower()}"
-            found.append(error("dspark-confidence", text, "engines refuse a head that is missing, and skip a surplus one", mend))
+            found.append(error("dspark-confidence", text, "SGLang refuses a draft without it, and engines skip a surplus one", mend))
         reads = prod(norm) + rank * bool(fields.get("confidence_head_with_markov", True))
         if sure is not None and sure[-1] != reads:
             text = f"the confidence head reads {sure[-1]} features, by confidence_head_with_markov they are {reads}"

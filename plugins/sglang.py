@@ -23,6 +23,7 @@ ALGORITHMS = {
     "DFlashDraftModel": "DFLASH",
     "DFlash2DraftModel": "DFLASH",
     "Qwen3DSparkModel": "DSPARK",
+    "DSparkDraftModel": "DSPARK",
 }
 """`--speculative-algorithm` by architecture."""
 

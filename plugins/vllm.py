@@ -30,6 +30,7 @@ METHODS = {
     "DFlashDraftModel": "dflash",
     "DFlash2DraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
+    "DSparkDraftModel": "dspark",
 }
 """The method by which vLLM runs an architecture. It guesses from the path if none is named, and runs a DFlash draft wrongly."""
 SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
@@ -119,7 +120,11 @@ class VLLM(EngineBase):
         if "d2t" in names and not is_reduced(checkpoint.config):
             text = "d2t is there, though draft_vocab_size is the target's"
             found.append(Finding("vllm-d2t", "error", text, "vLLM knows no such parameter and refuses the draft", "leave d2t and t2d out"))
-        if self.speculative_config(checkpoint.config, "", 1)["method"] == "eagle3":
+        method = self.speculative_config(checkpoint.config, "", 1)["method"]
+        if method == "dspark" and not _speculators_type(checkpoint.config) and not checkpoint.config.get("markov_rank"):
+            text, breaks = "no markov_rank at the top level of config.json", "vLLM looks for it there only, and fails while it loads"
+            found.append(Finding("vllm-markov-rank", "error", text, breaks, "write it there"))
+        if method == "eagle3":
             found += _fc_width(checkpoint.config)
             for layer in layers_without("input_layernorm", names):
                 breaks, mend = "vLLM leaves that norm's weight at 1", f"save {layer}.hidden_norm.weight under this name, too"

@@ -58,7 +58,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "peagle": {"num_layers": 2},
     "dflash": {"num_layers": 2, "block_size": 4},
     "medusa": {},
+    "dspark": {"num_layers": 1, "block_size": 4, "markov_rank": 6},
+    "domino": {"num_layers": 1, "block_size": 4, "emb_dim": 6, "gru_hidden_dim": 5},
+    "dflash2": {"num_layers": 1, "block_size": 4, "selector_rank": 6},
 }
+BLOCKS = {"dflash", "dspark", "domino", "dflash2"}
+"""Their vocabulary is the target's."""
 AUX = "eagle_aux_hidden_state_layer_ids"
 REDUCED = 24
 """Tokens of a reduced draft vocabulary: not evenly spread, as in life."""
@@ -131,7 +136,7 @@ QUICK = {(algorithm, [*TARGETS][i % len(TARGETS)]) for i, algorithm in enumerate
     [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in itertools.product(ALGORITHMS, TARGETS)],
 )
 def test_a_sound_draft_has_no_findings(algorithm: str, family: str, sound: Callable[..., Path], target: Callable[[str], Path]) -> None:
-    for reduced in (False, True) if algorithm != "dflash" else (False,):
+    for reduced in (False, True) if algorithm not in BLOCKS else (False,):
         draft = sound(algorithm, family, reduced)
         assert serious(examine(draft)) == set()
         assert examine(draft, target(family)) == []
@@ -535,6 +540,14 @@ BROKEN: list[tuple[str, str, bool, Break]] = [
     ("record-disagrees", "eagle3", False, setting("norm_before_residual", value=True)),
     ("heads-target", "eagle3", False, unrecorded(lambda c, s: c.update(num_attention_heads=2, num_key_value_heads=1, head_dim=16))),
     ("epsilon-target", "eagle3", False, unrecorded(setting("rms_norm_eps", value=0.1))),
+    ("dspark-rank", "dspark", False, setting("markov_rank", value=9)),
+    ("dspark-head-type", "dspark", False, setting("markov_head_type", value="gated")),
+    ("dspark-confidence", "dspark", False, dropping("confidence_head.proj.weight")),
+    ("dspark-confidence-width", "dspark", False, setting("confidence_head_with_markov", value=False)),
+    ("vllm-markov-rank", "dspark", False, lambda c, s: c.update(dflash_config={"markov_rank": c.pop("markov_rank")})),
+    ("domino-size", "domino", False, setting("dflash_config", "emb_dim", value=9)),
+    ("domino-projector", "domino", False, setting("dflash_config", "projector_type", value=None)),
+    ("dflash2-size", "dflash2", False, setting("dflash_config", "selector_rank", value=9)),
     ("mask-token-other", "peagle", False, lambda c, s: c.update(mask_token_id=7, ptd_token_id=7, pard_token=7)),
 ]
 

@@ -1,20 +1,24 @@
 """DSpark, Domino and DFlash2 against recorded outputs of SpecForge, NeMo Automodel and speculators (see golden/README.md)."""
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from recorded import CONFIG, Recorded
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import auto_draft
 from foredraft.contracts import Signal
 from foredraft.decoding import choose_in_turn
 from foredraft.draft import blocks
+from foredraft.formats import import_draft
 from foredraft.loss import Teacher
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
@@ -169,3 +173,44 @@ def test_loss_and_gradients(golden: Golden) -> None:
     assert gradients.keys() == theirs.keys()
     for name, gradient in gradients.items():
         assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"gradient of {name}: {m}")
+
+
+QWEN = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+QWEN |= {"num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": 64, "block_size": 4, "is_causal": False, "rope_theta": 10000.0}
+INSIDE = {"mask_token_id": 63, "target_layer_ids": [0, 2, 5]}
+MARKOV = {"markov_rank": 8, "enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 512}
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 28, "block_size": 4}
+CORRECTED = {"projector_type": "domino", "emb_dim": 10, "gru_hidden_dim": 12, "pure_draft_prefix_len": 1, "shift_label": True}
+PEERS: dict[str, dict[str, Any]] = {
+    "nemo_dspark_rnn": {"architectures": ["Qwen3DSparkModel"], **INSIDE, **MARKOV, "markov_head_type": "rnn"},
+    "specforge_dspark_gated": {"architectures": ["DSparkDraftModel"], "dflash_config": {**INSIDE, **MARKOV, "markov_head_type": "gated"}},
+    "specforge_domino": {"architectures": ["DominoDraftModel"], "dflash_config": {**INSIDE, **CORRECTED}},
+    "nemo_dflash2": {"architectures": ["DFlash2DraftModel"], "dflash_config": {**INSIDE, **CONVOLVED}},
+}
+"""The config that goes with a file's weights, as its framework writes it."""
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_import(name: str, tmp_path: Path) -> None:
+    """Their files become drafts of ours with the same weights, options and logits; and are told apart by their tensors."""
+    golden = Golden(name)
+    state = golden.ours("weights")
+    model = LlamaForCausalLM(TARGET)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(golden.tensors["inputs.target_head"])
+        model.get_input_embeddings().weight.copy_(
+            golden.ours("weights_frozen").get("embed_tokens.weight", state.get("embed_tokens.weight"))
+        )
+    model.save_pretrained(tmp_path / "target")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/config.json").write_text(json.dumps({**QWEN, **PEERS[name]}))
+    save_file({n: t.contiguous() for n, t in state.items()}, tmp_path / "theirs/model.safetensors")
+    done = import_draft(tmp_path / "theirs", tmp_path / "ours", str(tmp_path / "target"))
+    draft = auto_draft(done.path)
+    draft.take_head(model)
+    assert done.algorithm == draft.algorithm.name == FILES[name][0]
+    said = {**QWEN, **PEERS[name], **PEERS[name].get("dflash_config", {})}
+    told = draft.algorithm.options.model_dump()
+    assert {n: v for n, v in told.items() if n in said} == {n: said[n] for n in told if n in said}
+    assert all(torch.equal(tensor, golden.draft.state_dict()[n]) for n, tensor in draft.state_dict().items())
+    assert draft.config.aux_layers == (1, 3, 6)
