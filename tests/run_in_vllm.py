@@ -2,10 +2,10 @@
 
 `python run_in_vllm.py` reads lines of JSON, `[JOB, OUT]`, does each in a process of its own that has imported vLLM already, and answers
 each with a line, the process's exit status. JOB is JSON: `llm` (arguments of `vllm.LLM`), `prompts` (lists of ids), `max_tokens`,
-`ignore_eos`, `states` (a file, or null), `any_runner` (whether it drafts with what its older runner refuses). OUT becomes JSON, too: `ids` (per prompt, what was generated), `drafts` (per prompt, [tokens
-known, drafted ids] of each draft), `drafted` and `accepted` (vLLM's own counts, the latter per position), `absent` (parameters of the
-draft that its file lacks: vLLM does not complain), `seconds`; `states` becomes what the drafter reads of each prompt, by its number:
-the target's final states and the aux states behind them, [L, (1 + aux) x T].
+`ignore_eos`, `states` (a file, or null), `any_runner` (to draft even with what its older runner refuses). OUT becomes JSON, too: `ids` (per
+prompt, what was generated), `drafts` (per prompt, [tokens known, drafted ids] of each draft), `drafted` and `accepted` (vLLM's own counts,
+the latter per position), `absent` (parameters of the draft that its file lacks: vLLM does not complain), `seconds`; `states` becomes
+what the drafter reads of each prompt, by its number: the target's final states and the aux states behind them, [L, (1 + aux) x T].
 """
 
 import json

@@ -179,7 +179,7 @@ def accepted(drafts: Drafts, text: list[int]) -> list[int]:
 @pytest.mark.parametrize(("family", "algorithm"), PAIRS)
 def test_vllm_writes_the_same_text_and_drafts_what_we_draft(family: str, algorithm: str, folder: Path, vllm: Any) -> None:
     model, target = served_target(family, folder)
-    draft, _ = matrix.trained_draft(family, algorithm, steps=TRAINING_STEPS)
+    draft, _ = matrix.run(family, algorithm, steps=TRAINING_STEPS)
     with torch.no_grad():
         for parameter in (p for name, p in draft.named_parameters() if name in IN_TURN):
             parameter.zero_()
@@ -237,7 +237,7 @@ def test_a_family_is_captured_and_served_alike(family: str, folder: Path, vllm: 
 def test_a_wrong_layer_shows(folder: Path, vllm: Any) -> None:
     """The comparison sees what hurts in the field: aux layers off by one leave the text as it is, and the drafts are others."""
     model, target = served_target("Llama", folder)
-    draft, _ = matrix.trained_draft("Llama", "EAGLE-3", steps=TRAINING_STEPS)
+    draft, _ = matrix.run("Llama", "EAGLE-3", steps=TRAINING_STEPS)
     path = save_draft(draft, folder / "off by one")
     config = json.loads((path / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in config["eagle_aux_hidden_state_layer_ids"]]

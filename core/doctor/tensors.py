@@ -253,8 +253,8 @@ def values(s: Subject) -> Iterator[Finding]:
 
 def _trained(name: str) -> bool:
     """Whether it is a weight that no method leaves at a constant."""
-    known = ("embed_tokens.", "lm_head.", "fc.", "norm.", "hidden_norm.", "layers.")
-    return (name.startswith(known) and name.endswith("weight")) or ("." not in name and name not in TABLES)
+    known = r"(embed_tokens|lm_head|fc|norm|hidden_norm|layers\.\d+\.(self_attn|mlp|\w*norm)(\.\w+)*)\.weight"
+    return bool(re.fullmatch(known, name)) or ("." not in name and name not in TABLES)
 
 
 def dtypes(s: Subject) -> Iterator[Finding]:
