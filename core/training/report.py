@@ -63,7 +63,7 @@ def _history(directory: Path) -> list[dict[str, Any]]:
 
 def _last(history: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """The latest log that has `name`."""
-    found = next((log for log in reversed(history) if name in log), {})
+    found: dict[str, Any] = next((log for log in reversed(history) if name in log), {})
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}
 
 
