@@ -15,7 +15,7 @@ from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..target.capture import AuxCapture
 from .tree import DraftTree, TreeDrafter, TreeShape
-from .verification import check_target, grouped_attention, keep_rows
+from .verification import MOST_REPLAYED, TextCache, check_target, grouped_attention
 
 
 class DecodingLoop:
@@ -58,30 +58,33 @@ class DecodingLoop:
         self.processors, self.criteria = logits_processor, stopping_criteria
         asked = ("scores", "logits", "hidden_states", "attentions") if generation_config.return_dict_in_generate else ()
         self.kept: dict[str, list[Any]] = {name: [] for name in asked if getattr(generation_config, f"output_{name}")}
-        cache = kwargs["past_key_values"]
-        cache.activate_past_recording()
+        cache = TextCache(model, kwargs)
         capture = nullcontext() if self.draft is None else AuxCapture(model, self.draft.config.aux_layers)
         with grouped_attention(model), capture as captured:
             outputs = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs), return_dict=True)
             if self.draft is not None and captured is not None:
                 self.draft.places_CBL = captured.places_CBS
-            seen = list(range(input_ids.shape[1]))  # rows of the latest pass that are text
+            seen = list(range(input_ids.shape[1]))  # rows of the latest pass that are text that the drafter has not read
             rows, finished = self._follow(DraftTree([], []), outputs)
-            keep_rows(cache, rows, 1)
+            cache.keep(outputs, rows, input_ids.shape[1], 0)
             while not finished:
                 kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=len(rows))
                 drafted, reach = self._propose(torch.empty(1, len(seen), 0) if captured is None else captured.aux_BSA[:, seen])
-                outputs = model(**self._inputs(drafted, outputs, kwargs), return_dict=True)
+                if (fed := self.ids.shape[1] - cache.length) > MOST_REPLAYED:
+                    drafted, reach = DraftTree([], []), 0
+                if drafted.tokens:
+                    cache.before()
+                outputs = model(**self._inputs(drafted, fed, outputs, kwargs), return_dict=True)
                 rows, finished = self._follow(drafted, outputs)
-                keep_rows(cache, rows, 1 + len(drafted.tokens))
+                cache.keep(outputs, rows, fed, len(drafted.tokens))
                 self.stats.add(reach, len(rows) - 1)
-                seen = rows
+                seen = [fed - 1 + row for row in rows]
         if self.streamer is not None:
             self.streamer.end()
         if not generation_config.return_dict_in_generate:
             return self.ids
         return GenerateDecoderOnlyOutput(
-            sequences=self.ids, past_key_values=cache, **{name: tuple(values) for name, values in self.kept.items()}
+            sequences=self.ids, past_key_values=cache.held, **{name: tuple(values) for name, values in self.kept.items()}
         )
 
     def _propose(self, aux_1NA: Tensor) -> tuple[DraftTree, int]:
@@ -100,13 +103,13 @@ class DecodingLoop:
         shape = self.tree.model_copy(update={"depth": min(self.tree.depth, room)})
         return self.drafter.propose_tree(ids_L, aux_1NA, shape, chooser.rank), shape.depth
 
-    def _inputs(self, drafted: DraftTree, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """For the target's pass over the newest token and the N drafted ones, behind what is cached."""
+    def _inputs(self, drafted: DraftTree, fed: int, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """For the target's pass over the `fed` newest tokens of the text and the N drafted ones, behind what is cached."""
         count = len(drafted.tokens)
         ids_1L = torch.cat([self.ids, self.ids.new_tensor([drafted.tokens])], dim=1) if count else self.ids
         if count:
             kwargs = self.model._update_model_kwargs_for_generation(outputs, dict(kwargs), num_new_tokens=count)
-        inputs = self.model.prepare_inputs_for_generation(ids_1L, next_sequence_length=1 + count, **kwargs)
+        inputs = self.model.prepare_inputs_for_generation(ids_1L, next_sequence_length=fed + count, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 1 + count
         if drafted.is_chain:
@@ -162,10 +165,13 @@ class DecodingLoop:
                 kept.append(scores_1V if name == "scores" else logits_1V)
             elif not kept:
                 kept.append(outputs[name])
-            elif name == "hidden_states":
-                kept.append(tuple(h[:, row : row + 1] for h in outputs[name]))
             else:
-                kept.append(tuple(a[..., row : row + 1, : a.shape[-1] - count + row] for a in outputs[name]))
+                at = row - count - 1  # from the end: accepted tokens may be read again before
+                last = slice(at, at + 1 or None)
+                if name == "hidden_states":
+                    kept.append(tuple(h[:, last] for h in outputs[name]))
+                else:
+                    kept.append(tuple(a[..., last, : a.shape[-1] - count + row] for a in outputs[name]))
 
 
 @dataclass(frozen=True)

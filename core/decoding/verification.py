@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -20,25 +23,33 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..errors import ForedraftError
+from ..target.weights import home_of
 
 GROUPED = "foredraft_grouped"
 
 
+CACHES = ("past_key_values", "cache_params", "state")
+"""What families call their cache, among a model's arguments and outputs."""
+
+MOST_REPLAYED = 16
+"""Tokens of the text that a state may lag behind. One more is read again by many passes, one less costs a pass without a draft the earlier."""
+
+
 def check_target(model: PreTrainedModel, config: GenerationConfig, kwargs: Mapping[str, Any], tree: bool) -> None:
     """Raises `ForedraftError` that names every reason why drafted tokens cannot be verified here; `kwargs` are the model's."""
-    text, cache, reasons = model.config.get_text_config(decoder=True), kwargs.get("past_key_values"), []
+    text, cache, reasons = model.config.get_text_config(decoder=True), cache_of(kwargs), []
     if model.config.is_encoder_decoder:
         reasons.append("it is an encoder with a decoder")
-    if model._is_stateful:
-        reasons.append("it keeps a recurrent state, which cannot go back to before a rejected token")
-    if cache is None:
+    if (cache is None and model._supports_default_dynamic_cache()) or not kwargs.get("use_cache", True):
         reasons.append("it keeps no cache (use_cache=False?): drafted tokens are verified against the cache of the text before them")
-    elif isinstance(cache, QuantizedCache) or not all(hasattr(layer, "crop") for layer in cache.layers):
+    elif cache is not None and (isinstance(cache, QuantizedCache) or not all(hasattr(layer, "crop") for layer in cache.layers)):
         reasons.append(f"a {type(cache).__name__} cannot go back to before a rejected token: leave cache_implementation out")
     if tree and text._attn_implementation not in ("eager", "sdpa"):
         reasons.append(
             f"its attention is '{text._attn_implementation}', which takes no mask of a tree: load it with attn_implementation='sdpa'"
         )
+    if tree and is_stateful(model, cache):
+        reasons.append("its states go from token to token: branches of a tree would run into each other")
     # A cache of the user's own may not show what the target needs.
     layers = [*DynamicCache(config=text).layers, *(cache.layers if cache is not None else [])] if tree else []
     if other := sorted({type(layer).__name__ for layer in layers} - {DynamicLayer.__name__}):
@@ -47,16 +58,94 @@ def check_target(model: PreTrainedModel, config: GenerationConfig, kwargs: Mappi
         reasons.append("it takes no position_ids: branches of a tree share positions")
     if tree and config.return_dict_in_generate and config.output_attentions:
         reasons.append("output_attentions: attention over a tree is not attention over its text")
+    if not reasons and is_stateful(model, cache) and not _continues(model):
+        reasons.append("behind a state its layers read one token at a time, in transformers: all drafted ones at once would lose it")
     if reasons:
         drafted, advice = ("a tree", "; or leave tree out, for a chain") if tree else ("drafted tokens", "")
         raise ForedraftError(f"{type(model).__name__} cannot verify {drafted}: {'; '.join(reasons)}{advice}")
 
 
-def keep_rows(cache: Cache, rows: Sequence[int], count: int) -> None:
-    """Of the latest `count` rows in the cache keep these, ascending.
+def cache_of(named: Mapping[str, Any]) -> Any:
+    """The cache among a model's arguments or outputs; None if there is none."""
+    return next((named[name] for name in CACHES if named.get(name) is not None), None)
 
-    Called after every pass: sliding windows, which keep more while they may have to go back, are cut to their length by it.
+
+def is_stateful(model: PreTrainedModel, cache: Any) -> bool:
+    """Whether a part of what is kept of a text is of fixed size, written over by every token: what was there cannot be cut out again."""
+    return bool(model._is_stateful or not model._supports_default_dynamic_cache() or not getattr(type(cache), "is_croppable", True))
+
+
+class TextCache:
+    """The target's cache, which holds the first `length` tokens of the text, and a way back to there from behind rejected ones.
+
+    Keys and values are cut. States of fixed size (linear attention, state spaces, convolutions, compressors) are copied before a pass; where
+    a draft is not accepted whole they are put back as they were, and what was accepted is read again by the next pass, before its draft.
     """
+
+    def __init__(self, model: PreTrainedModel, kwargs: Mapping[str, Any]):
+        self.held, self.length, self._before = cache_of(kwargs), 0, None
+        self.stateful = is_stateful(model, self.held)
+        if self.held is not None and not self.stateful:
+            self.held.activate_past_recording()
+
+    def before(self) -> None:
+        """Called before a pass with drafted tokens."""
+        if self.stateful:
+            self._before = _copied(self.held)
+
+    def keep(self, outputs: Any, rows: Sequence[int], fed: int, count: int) -> None:
+        """After a pass over `fed` tokens of the text and `count` drafted ones: of the latter's rows, and the newest token's, `rows` stay.
+
+        Sliding windows, which keep more while they may have to go back, are cut to their length here.
+        """
+        self.held = cache_of(outputs)
+        if not self.stateful:
+            keep_rows(self.held, rows, 1 + count)
+        elif len(rows) <= count:
+            _put_back(self.held, self._before)
+            return
+        self.length += fed + len(rows) - 1
+
+
+def _copied(held: Any) -> Any:
+    """A copy of a cache. Keys and values are shared with it: layers that may have other states replace theirs, and write into none."""
+    layers = getattr(held, "layers", [])
+    shared = [kept for layer in layers for kept in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    shared += [value for value in getattr(held, "__dict__", {}).values() if isinstance(value, torch.Stream)]
+    return deepcopy(held, {id(kept): kept for kept in shared if kept is not None})
+
+
+def _put_back(held: Any, before: Any) -> None:
+    """The object that the target and the user know has the states of the copy."""
+    if isinstance(held, list):
+        held[:] = before
+    else:
+        vars(held).update(vars(before))
+
+
+_known: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
+
+
+def _continues(model: PreTrainedModel) -> bool:
+    """Whether a model that keeps states reads several tokens behind them as it reads them in one go; asked of it once, with eight tokens.
+
+    Scans without an initial state, as Mamba's are in transformers, do not.
+    """
+    if model not in _known:
+        ids_18 = torch.arange(8, device=home_of(model))[None] % model.config.get_text_config().vocab_size
+        whole = model(input_ids=ids_18, use_cache=False).logits[0, 4:].float()
+        first = model(input_ids=ids_18[:, :4], use_cache=True)
+        try:
+            named = {name: first[name] for name in CACHES if first.get(name) is not None}
+            parts = model(input_ids=ids_18[:, 4:], use_cache=True, **named).logits[0].float()
+            _known[model] = bool((parts - whole).abs().amax() < 0.1 * whole.abs().amax())
+        except (ValueError, RuntimeError):  # some say so themselves
+            _known[model] = False
+    return _known[model]
+
+
+def keep_rows(cache: Cache, rows: Sequence[int], count: int) -> None:
+    """Of the latest `count` rows in the cache keep these, ascending."""
     if list(rows) != list(range(len(rows))):
         past = cache.get_seq_length() - count
         for layer in cache.layers:
@@ -73,7 +162,7 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
     other devices masks and groups do not go together, on the CPU it is time lost.
     """
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
     if (
         model.device.type != "cpu"
         or config._attn_implementation != "sdpa"
