@@ -28,11 +28,25 @@ ALGORITHMS = {
 """`--speculative-algorithm` by architecture."""
 
 
+CAUSAL = """
+Apertus BailingMoE BailingMoe BailingMoeV2 DeepseekV2 DeepseekV32 DeepseekV3 ExaoneMoE ExaoneMoe Gemma3 Gemma4 Glm4Moe Glm4MoeLite
+GlmMoeDsa GptOss IQuestCoder InternLM3 Llama4 Llama LongcatFlash Mellum MiniMaxM2 MiniMaxM3Sparse Ministral3 Mistral MistralLarge3
+Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe SarvamMoE TeleFLM
+"""
+CONDITIONAL = """
+Cosmos3 Gemma3 Gemma4 Gemma4Unified Glm5Next InternS1Pro InternS2Mobius InternS2Preview KimiK25 Llama4 MiniMaxM3Sparse Qwen2_5_VL
+Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe
+"""
+TARGETS = frozenset([*(f"{n}ForCausalLM" for n in CAUSAL.split()), *(f"{n}ForConditionalGeneration" for n in CONDITIONAL.split())])
+"""Targets whose entry class has, or inherits, `set_eagle3_layers_to_capture`."""
+
+
 class SGLang(EngineBase):
     """`sglang.launch_server` with a draft model."""
 
     name = "sglang"
     summary = "SGLang's OpenAI server"
+    targets = TARGETS
 
     def refuses(self, config: Config) -> str | None:
         """What its loaders refuse, or would load and run as something else."""

@@ -37,11 +37,28 @@ SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dfla
 """The same by the `speculators_model_type` of a draft in the speculators format, whose class vLLM chooses itself."""
 
 
+CAUSAL = """
+Afmoe Apertus Arcee Cohere2Moe Cwm Deepseek DeepseekV2 DeepseekV32 DeepseekV3 DeepseekV41 DeepseekV4 Ernie4_5 FlexOlmo GPTBigCode
+GPTNeoX Gemma4 Glm5Next Glm GlmMoeDsa GptOss Granite GraniteSWA HunYuanDenseV1 HunYuanMoEV1 IQuestCoder InternLM3 Jais2 K2Horizon
+KimiLinear Laguna Llama4 Llama Mellum MiMo MiMoV2Flash MiMoV2 MiMoV2Omni MiniCPM3 MiniCPM MiniMaxM2 MiniMaxM3Sparse Ministral3
+Mistral MistralLarge3 MuseGlimmer Nanbeige NemotronH NemotronHPuzzle Olmo2 Olmo3 Olmo Phi3 Phi Plamo3 Qwen2 Qwen3 Qwen3Moe
+Qwen3Next Qwen3_5 Qwen3_5Moe SarvamMLA SeedOss SmolLM3 Starcoder2 Step1 TeleChat2 TeleChat3 TeleFLM VaultGemma
+"""
+CONDITIONAL = """
+CohereCompass Cosmos3 DeepseekV4 Emu3 Exaone4_5_ Gemma4 Gemma4Unified Glm5Next HunYuanVL InternS1Pro InternS2Mobius
+InternS2Preview KimiK25 KimiK3 LightOnOCR Llama4 Llava MiniCPMV4_6 MiniCPMV4_7 MiniMaxM3Sparse Mistral3 MuseGlimmer OpenCUA
+Pixtral Qwen2_5_VL Qwen3ASR Qwen3OmniMoe Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe VibeVoiceAsr
+"""
+TARGETS = frozenset([*(f"{n}ForCausalLM" for n in CAUSAL.split()), *(f"{n}ForConditionalGeneration" for n in CONDITIONAL.split())])
+"""Targets by a class that keeps to its interface `SupportsEagle3`, as of 0.32.0; others it may run by transformers' code."""
+
+
 class VLLM(EngineBase):
     """`vllm serve` with a `--speculative-config`."""
 
     name = "vllm"
     summary = "vLLM's OpenAI server"
+    targets = TARGETS
 
     def refuses(self, config: Config) -> str | None:
         """What its loaders refuse, or would load and run as something else."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from foredraft.decoding.compatibility import SMALL
+from foredraft.decoding.families import SMALL
 
 LAYERS = 6
 SIZES: dict[str, Any] = {

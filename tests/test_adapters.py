@@ -27,7 +27,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from foredraft import ForedraftError, GroupedQueryDraft, Target, auto_draft, default_registry, generate, save_draft
 from foredraft.cli.describe import describe
-from foredraft.decoding.compatibility import Verdict, _objection, as_markdown, examine, objection, tiny_model, try_out, verdict
+from foredraft.decoding.compatibility import Verdict, _objection, as_markdown, examine, language_models, objection, try_out, verdict
+from foredraft.decoding.families import tiny_model
 from foredraft.draft.grouped_query import NAMES
 from foredraft.target.capture import norm_scale
 
@@ -210,17 +211,15 @@ class TestGeneric:
     def test_works(self, model_type: str) -> None:
         """Lists of layers, norms and heads under other names, tied and capped heads, ALiBi, experts, sliding windows."""
         found = verdict(model_type)
-        assert (found.adapter, found.problem) == ("generic", None)
+        assert (found.adapter, found.problem, found.decoding) == ("generic", None, None)
         assert as_markdown([found]).splitlines()[-1] in TABLE.read_text().splitlines(), "write the table anew: foredraft targets --write"
 
     @pytest.mark.parametrize(
         ("model_type", "reason"),
         [
-            ("mamba", "it keeps a recurrent state, which cannot go back to before a rejected draft"),
             ("bart", "it is an encoder with a decoder"),
             ("bert", "its logits depend on what follows: it is no causal decoder"),
-            ("hy_v4", r"its layers hand on states of shape \(1, 12, .*\), not one vector of 32 per token"),
-            ("mllama", "transformers has no language model of its own for it"),
+            ("mllama", r"its embedding is \(72, 32\), not its vocabulary by its hidden size"),
             ("git", r"no tiny model of its family can be built to look at: shrunk, it still has [\d,]+ parameters"),
         ],
     )
@@ -342,13 +341,24 @@ class TestTold:
             verdict("gpt3")
 
     def test_a_row_each(self) -> None:
-        page = as_markdown([Verdict("a", "a", "llama"), Verdict("b", "c", "generic"), Verdict("d", "d", None, "x | y")])
-        assert page.splitlines()[-3:] == ["| a | llama | works |", "| b | generic | works (as c) |", "| d |  | x / y |"]
+        served = {"one": None, "two": "x | y"}
+        found = [
+            Verdict("a", "a", "llama", served=served),
+            Verdict("b", "c", "generic", decoding="no", served=served),
+            Verdict("d", "d", None, "z"),
+        ]
+        page = as_markdown(found)
+        assert page.splitlines()[-5:] == [
+            "| model_type | adapter | trains | decodes in transformers | served by one | served by two |",
+            "| --- | --- | --- | --- | --- | --- |",
+            "| a | llama | yes | yes | yes | x / y |",
+            "| b (as c) | generic | yes | no | yes | x / y |",
+            "| d |  | z |  |  |  |",
+        ]
         assert "Of the 3 model types" in page
         assert "for 2: 1 by an adapter of their own" in page
+        assert "1 of these decode with one; served are 2 by one, 0 by two" in page
 
     @pytest.mark.slow
     def test_the_table_is_up_to_date(self) -> None:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        assert as_markdown([verdict(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]) == TABLE.read_text()
+        assert as_markdown([verdict(name) for name in language_models()]) == TABLE.read_text()

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tiny import tiny_config
-from transformers import DeepseekV2Config, DeepseekV3Config, Phi3Config, Qwen3Config, StableLmConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, HYV4Config, Phi3Config, Qwen3Config, StableLmConfig
 
 from foredraft import auto_draft, default_registry
 from foredraft.adapters.deepseek_v3 import DeepseekV3Draft, DeepseekV3MoEDraft
@@ -13,6 +13,7 @@ from foredraft.adapters.generic import GenericDraft
 from foredraft.adapters.llama import LlamaDraft
 from foredraft.adapters.phi3 import Phi3Draft
 from foredraft.adapters.qwen3 import Qwen3Draft
+from foredraft.adapters.streams import StreamsDraft
 from foredraft.plugins.dflash import DFlash
 from foredraft.plugins.dflash2 import DFlash2
 from foredraft.plugins.domino import Domino
@@ -81,6 +82,12 @@ class TestQwen3(OneConfig):
 
 class TestGeneric(OneConfig):
     cls, config = GenericDraft, StableLmConfig(**TINY)
+
+
+@pytest.mark.slow  # a Llama-shaped draft, as many others
+class TestStreams(OneConfig):
+    cls = StreamsDraft
+    config = HYV4Config(**{**TINY, **LATENT}, head_dim=8, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2)
 
 
 class TestDeepseekV3(OneConfig):

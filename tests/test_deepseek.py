@@ -26,7 +26,8 @@ from transformers import (
 
 from foredraft import ForedraftError, Registry, auto_draft, generate
 from foredraft.adapters import deepseek_v3
-from foredraft.decoding.compatibility import tiny_model, try_out
+from foredraft.decoding.compatibility import try_out
+from foredraft.decoding.families import tiny_model
 from foredraft.files.ours import load_draft, save_draft
 from foredraft.plugins import eagle3
 

@@ -16,8 +16,9 @@ from vision import FAMILIES, picture
 from foredraft import Target, auto_draft, evaluate, generate, pack
 from foredraft.contracts.loading import Loading
 from foredraft.data import Conversations, DraftCollator
-from foredraft.decoding.compatibility import tiny_model, try_out
+from foredraft.decoding.compatibility import try_out
 from foredraft.decoding.evaluate import encode
+from foredraft.decoding.families import tiny_model
 from foredraft.target import CachedTarget
 from foredraft.target.loading import load_target
 

@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_tokenizer
 from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFast
 
-from foredraft.decoding.compatibility import SENSES, SMALL
+from foredraft.decoding.families import SENSES, SMALL
 from foredraft.target.loading import auto_class
 
 SIZE = 32

@@ -78,24 +78,23 @@ def plugins(
 
 def targets(
     model_types: Annotated[
-        list[str] | None, typer.Argument(help="model types of transformers; all causal language models if left out")
+        list[str] | None, typer.Argument(help="model types of transformers; all language models, with or without images, if left out")
     ] = None,
     write: Annotated[Path | None, typer.Option(help="write the table to this Markdown file")] = None,
 ) -> None:
-    """Which targets drafts can be made for: by a training step and a decode on a tiny random model of each family."""
+    """Which targets drafts can be made for: by a training step and a decode on a tiny random model of each family, and what engines say."""
     import torch
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging
 
-    from ..decoding.compatibility import as_markdown, verdict
+    from ..decoding.compatibility import as_markdown, language_models, verdict
     from ..files.writing import write_text
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)  # tiny models are slower on more
     verdicts = []
-    for name in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for name in model_types or language_models():
         verdicts.append(v := verdict(name))
-        print(f"{name}: {f'works, adapter {v.adapter}' if v.problem is None else v.problem}", flush=True)
+        print(f"{name}: {v.problem or f'trains, adapter {v.adapter}; ' + (v.decoding or 'decodes in transformers')}", flush=True)
     if write:
         write_text(write, as_markdown(verdicts))
 

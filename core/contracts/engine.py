@@ -6,7 +6,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from .finding import Finding
 from .loading import Repository
@@ -70,6 +70,9 @@ class EngineBase(Plugin):
 
     A subclass sets `name` and `summary` and implements `refuses` and `arguments`; `findings` are its checks for `foredraft doctor`.
     """
+
+    targets: ClassVar[frozenset[str] | None] = None
+    """The architectures of which it hands hidden states to an EAGLE-3 draft, where that is known: `foredraft targets` has a column then."""
 
     @abstractmethod
     def refuses(self, config: Config) -> str | None:

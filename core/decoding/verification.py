@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,10 @@ CACHES = ("past_key_values", "cache_params", "state")
 """What families call their cache, among a model's arguments and outputs."""
 
 MOST_REPLAYED = 16
-"""Tokens of the text that a state may lag behind. One more is read again by many passes, one less costs a pass without a draft the earlier."""
+"""Tokens by which states may lag behind the text: more of them are read again, fewer and a pass without a draft comes sooner."""
+
+
+NO_CACHE = "it keeps no cache (use_cache=False?): drafted tokens are verified against the cache of the text before them"
 
 
 def check_target(model: PreTrainedModel, config: GenerationConfig, kwargs: Mapping[str, Any], tree: bool) -> None:
@@ -41,7 +45,7 @@ def check_target(model: PreTrainedModel, config: GenerationConfig, kwargs: Mappi
     if model.config.is_encoder_decoder:
         reasons.append("it is an encoder with a decoder")
     if (cache is None and model._supports_default_dynamic_cache()) or not kwargs.get("use_cache", True):
-        reasons.append("it keeps no cache (use_cache=False?): drafted tokens are verified against the cache of the text before them")
+        reasons.append(NO_CACHE)
     elif cache is not None and (isinstance(cache, QuantizedCache) or not all(hasattr(layer, "crop") for layer in cache.layers)):
         reasons.append(f"a {type(cache).__name__} cannot go back to before a rejected token: leave cache_implementation out")
     if tree and text._attn_implementation not in ("eager", "sdpa"):
@@ -78,8 +82,9 @@ def is_stateful(model: PreTrainedModel, cache: Any) -> bool:
 class TextCache:
     """The target's cache, which holds the first `length` tokens of the text, and a way back to there from behind rejected ones.
 
-    Keys and values are cut. States of fixed size (linear attention, state spaces, convolutions, compressors) are copied before a pass; where
-    a draft is not accepted whole they are put back as they were, and what was accepted is read again by the next pass, before its draft.
+    Keys and values are cut. Where a model has states of fixed size (linear attention, state spaces, compressors), all is copied before a
+    pass, keys by reference; if a draft is not accepted whole it is put back as it was, and the next pass reads what was accepted again,
+    before its own draft. So at the end of a text it may lag behind, too.
     """
 
     def __init__(self, model: PreTrainedModel, kwargs: Mapping[str, Any]):
@@ -99,6 +104,8 @@ class TextCache:
         Sliding windows, which keep more while they may have to go back, are cut to their length here.
         """
         self.held = cache_of(outputs)
+        if self.held is None:
+            raise ForedraftError(NO_CACHE)
         if not self.stateful:
             keep_rows(self.held, rows, 1 + count)
         elif len(rows) <= count:
@@ -137,6 +144,8 @@ def _continues(model: PreTrainedModel) -> bool:
         first = model(input_ids=ids_18[:, :4], use_cache=True)
         try:
             named = {name: first[name] for name in CACHES if first.get(name) is not None}
+            if "position_ids" in signature(model.forward).parameters:  # some count from 0 unless told
+                named["position_ids"] = torch.arange(4, 8, device=ids_18.device)[None]
             parts = model(input_ids=ids_18[:, 4:], use_cache=True, **named).logits[0].float()
             _known[model] = bool((parts - whole).abs().amax() < 0.1 * whole.abs().amax())
         except (ValueError, RuntimeError):  # some say so themselves

@@ -1,6 +1,7 @@
 """What a draft takes over from its target before it is trained."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
     for name, module in layer.named_modules():
         own = own_tensors(module)
         if "Norm" in type(module).__name__ and getattr(own.get("weight"), "ndim", 0) == 1:
-            own["weight"] = norm_scale(module)
+            with suppress(TypeError, AttributeError):  # a norm with a gate, of linear attention: no part of a draft
+                own["weight"] = norm_scale(module)
         elif hasattr(module, "in_features"):
             own["weight"] = matrix_of(module, dtype)
         weights |= {f"{name}.{key}": tensor for key, tensor in own.items() if is_plain(tensor)}

@@ -29,6 +29,11 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ForedraftError(f"{type(model).__name__} has no list of its {count} decoder layers: its hidden states cannot be captured")
 
 
+def in_one(states: Tensor, width: int) -> Tensor:
+    """What a layer hands on as one vector per token, [B, S, T]: of several streams, [B, S, n, T] or [B, S, n·T], their mean."""
+    return states if states.shape[2:] == (width,) or states.shape[-1] % width else states.reshape(*states.shape[:2], -1, width).mean(2)
+
+
 @torch.no_grad()
 def norm_scale(norm: nn.Module) -> Tensor:
     """What a norm multiplies each normed feature by, [D]; asked of the norm itself, since Gemma's keep it less one."""
@@ -48,6 +53,7 @@ class AuxCapture:
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], device: torch.device | None = None):
         layers = decoder_layers(model)
+        self._width = model.config.get_text_config().hidden_size
         self._device = device or home_of(model)
         self._layers = [layers[i - 1] for i in aux_layers]
         self._hooks: list[Any] = []
@@ -76,7 +82,7 @@ class AuxCapture:
 
     def _keep(self, place: int, module: Any, arguments: Any, output: Any) -> None:
         """Into its place at once: the layers' own outputs would be held beside their concatenation."""
-        states = output[0] if isinstance(output, tuple | list) else output
+        states = in_one(output[0] if isinstance(output, tuple | list) else output, self._width)
         *shape, width = states.shape
         if place == 0:
             self.aux_BSA = states.new_empty(*shape, len(self._layers) * width, device=self._device)

@@ -1,0 +1,143 @@
+"""Targets that keep states of fixed size: trained a document a row, decoded losslessly by copies of the states; and those with streams."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_batch, tiny_rows
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from foredraft import ForedraftError, Target, TreeShape, auto_draft, generate
+from foredraft.contracts import DrafterBase
+from foredraft.decoding import DraftingStats
+from foredraft.decoding.families import tiny_model
+from foredraft.decoding.verification import MOST_REPLAYED
+from foredraft.target.capture import in_one
+
+# Mamba, and attention that layers share; linear attention in a cache of its own.
+FAST = ("zamba2", "minimax")
+# Convolutions, which can be cut (lfm2); a list of states (rwkv); several states in a layer (qwen4_exp); compressors (deepseek_v4).
+SLOW = ("lfm2_moe", "rwkv", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "kimi_linear", "falcon_h1", "bamba")
+SLOW += ("granitemoehybrid", "olmo_hybrid", "lfm2", "nemotron_h", "deepseek_v4", "glm5_next", "zaya", "mamba2")
+FAMILIES = [*FAST, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
+ONE_BY_ONE = ("mamba", "jamba", "falcon_mamba", "zamba", "recurrent_gemma")
+TRAINED = sorted({*FAST, *SLOW, *ONE_BY_ONE} - {"rwkv", "mamba", "falcon_mamba"})
+IDS = torch.tensor([[3, 9, 4, 3, 9, 4, 8, 5]])
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 24}
+
+
+class Oracle(DrafterBase):
+    """Drafts a text that is known, but for a share of its tokens."""
+
+    name = "oracle"
+
+    def __init__(self, text_1L: Tensor, wrong: float):
+        super().__init__()
+        draw = random.Random(0)
+        self.text = [(token + (draw.random() < wrong)) % 64 for token in text_1L[0].tolist()]
+
+    def drafter(self, draft: Any) -> "Oracle":
+        return self
+
+    def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Any) -> tuple[list[int], list[Tensor]]:
+        return self.text[len(ids) : len(ids) + limit], []
+
+
+def target_of(family: str) -> PreTrainedModel:
+    return tiny_model(CONFIG_MAPPING[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_is_accepted_the_text_is_the_targets(family: str) -> None:
+    """Nothing, some and all of what was drafted; sampled, too: one seed, one text. In float32 a tie could fall otherwise: none does."""
+    model = target_of(family)
+    plain = model.generate(IDS, **GREEDY)
+    taus = []
+    for wrong in (0.0, 0.3, 1.0):
+        stats = DraftingStats()
+        assert torch.equal(generate(model, Oracle(plain, wrong), IDS, num_draft_tokens=4, stats=stats, **GREEDY), plain)
+        taus.append(stats.tau)
+    assert taus[0] > taus[1] > taus[2] == 1.0
+    assert torch.equal(generate(model, "prompt_lookup", IDS, **GREEDY), plain)
+    sampling = {**GREEDY, "do_sample": True, "temperature": 0.7}
+    torch.manual_seed(1)
+    sample = model.generate(IDS, **sampling)
+    for wrong in (0.3, 1.0):
+        torch.manual_seed(1)
+        assert torch.equal(generate(model, Oracle(sample, wrong), IDS, num_draft_tokens=3, **sampling), sample)
+
+
+@pytest.mark.parametrize(
+    "family", ["zamba2", *(pytest.param(family, marks=pytest.mark.slow) for family in (*FAST[1:], *SLOW, *ONE_BY_ONE))]
+)
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(family: str) -> None:
+    """Positions tell recurrent layers nothing: they see a document a row, and so each one's states are those of the document alone."""
+    model = target_of(family)
+    draft = auto_draft(model.config)
+    target = Target(model, draft.config.aux_layers)
+    assert not target._packs
+    batch = tiny_batch(draft.algorithm, tiny_rows([["uaaaa", "uuaaaaaaaa"], ["uuaaaa"]]))
+    signal = target.capture(batch)
+    for row, start, end in ((0, 0, 5), (0, 5, 15), (1, 0, 6)):
+        alone = target.capture({"input_ids": batch["input_ids"][row : row + 1, start:end], "positions": torch.arange(end - start)[None]})
+        assert_close(signal.aux_BSA[row : row + 1, start:end], alone.aux_BSA, rtol=1e-4, atol=1e-4)
+        assert_close(signal.hidden_BST[row : row + 1, start:end], alone.hidden_BST, rtol=1e-4, atol=1e-4)
+
+
+class TestReplay:
+    @torch.no_grad()
+    def test_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where every draft is refused, some passes take none, and the states catch up; what is put out is that of the text's own rows."""
+        model, widths = target_of("zamba2"), []
+        plain = model.generate(IDS, **GREEDY)
+        generate(model, "prompt_lookup", IDS, **{**GREEDY, "max_new_tokens": 1})  # a model is looked at once
+        forward = model.model.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            widths.append(kwargs["input_ids"].shape[1])
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(model.model, "forward", watched)
+        asked = {**GREEDY, "output_hidden_states": True, "return_dict_in_generate": True}
+        ours = generate(model, Oracle(plain, 1.0), IDS, num_draft_tokens=3, **asked)
+        assert widths[1 : MOST_REPLAYED + 4] == [*(i + 3 for i in range(1, MOST_REPLAYED + 1)), MOST_REPLAYED + 1, 4, 5]
+        assert torch.equal(ours.sequences, plain)
+        whole = model(ours.sequences, output_hidden_states=True, use_cache=False).hidden_states  # a step at a time rounds otherwise
+        for step, mine in enumerate(ours.hidden_states[1:], IDS.shape[1]):
+            for a, b in zip(mine, whole, strict=True):
+                assert_close(a, b[:, step : step + 1], rtol=1e-3, atol=1e-3)
+
+    @pytest.mark.parametrize("family", ["jamba", *(pytest.param(f, marks=pytest.mark.slow) for f in ONE_BY_ONE if f != "jamba")])
+    def test_layers_that_read_one_token_at_a_time(self, family: str) -> None:
+        with pytest.raises(ForedraftError, match="behind a state its layers read one token at a time"):
+            generate(target_of(family), "prompt_lookup", IDS, **GREEDY)
+
+    @pytest.mark.parametrize("family", FAST)
+    def test_no_trees(self, family: str) -> None:
+        model = target_of(family)
+        draft = auto_draft(model.config)
+        draft.start_from(model)
+        with pytest.raises(ForedraftError, match=r"branches of a tree (would run into each other|need layers that keep every token apart)"):
+            generate(model, draft, IDS, tree=TreeShape(depth=2), **GREEDY)
+
+
+class TestStreams:
+    @pytest.mark.parametrize("shape", [(1, 2, 3, 4), (1, 2, 12)])
+    def test_the_mean(self, shape: tuple[int, ...]) -> None:
+        states = torch.randn(shape)
+        assert_close(in_one(states, 4), states.view(1, 2, 3, 4).mean(2))
+        assert in_one(states[..., :4].reshape(1, -1, 4), 4).shape[2:] == (4,)
+
+    @torch.no_grad()
+    def test_is_what_a_draft_reads(self) -> None:
+        model = target_of("hy_v4")
+        draft = auto_draft(model.config)
+        assert type(draft).name == "streams"
+        batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaaa"]]))
+        seen = model.model(batch["input_ids"], output_hidden_states=True, use_cache=False).hidden_states
+        expected = torch.cat([seen[i].mean(2) for i in draft.config.aux_layers], dim=-1)
+        assert_close(Target(model, draft.config.aux_layers).capture(batch).aux_BSA, expected)
