@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from foredraft import default_registry
 from foredraft.cli import app
 
 DOCS = Path(__file__).parents[1] / "docs"
+EXAMPLES = DOCS.parent / "examples"
 BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", flags=re.S | re.M)
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if BLOCK.search(page.read_text()))
 SHOWN = {"", "text", "toml", "yaml", "json"}
@@ -94,6 +96,16 @@ def read(page: str, here: Path, suites: list[str]) -> None:
                 run(line.split(" #")[0].strip(), suites)
 
 
+def load_module(file: Path) -> Any:
+    """A script as a module."""
+    spec = spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def run(line: str, suites: list[str]) -> None:
     """A line of a shell block."""
     covered = [file for command, file in ELSEWHERE.items() if line.startswith(command)]
@@ -102,6 +114,9 @@ def run(line: str, suites: list[str]) -> None:
         return
     if line.startswith("pytest "):
         suites.append(line)
+        return
+    if line == "python examples/image_questions.py":
+        assert load_module(EXAMPLES / "image_questions.py").main(conversations=12, steps=3, draft_steps=2, asked=2).identical == 2
         return
     assert line.startswith("foredraft "), f"who runs '{line}'?"
     arguments = shlex.split(line)[1:]

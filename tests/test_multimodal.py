@@ -7,23 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import chat
+from tiny import chat, tiny_draft, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import CONFIG_MAPPING
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 from vision import FAMILIES, picture
 
-from foredraft import Target, auto_draft, evaluate, generate, pack
+from foredraft import Target, auto_draft, evaluate, generate, pack, save_draft
+from foredraft.adapters.generic import GenericDraft
 from foredraft.contracts.loading import Loading
 from foredraft.data import Conversations, DraftCollator
 from foredraft.decoding.compatibility import try_out
 from foredraft.decoding.evaluate import encode
 from foredraft.decoding.families import tiny_model
+from foredraft.doctor import examine
 from foredraft.target import CachedTarget
 from foredraft.target.loading import load_target
 
 SLOW = ("qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "mistral3", "llama4", "glm4v", "glm4v_moe", "internvl", "minimax_m3_vl", "kimi_k25")
-SLOW += ("smolvlm", "llava_next", "aya_vision", "lighton_ocr", "paligemma", "exaone4_5")
+SLOW += ("smolvlm", "llava_next", "lighton_ocr", "exaone4_5")
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)])
@@ -107,6 +111,33 @@ def test_images_are_read_trained_on_and_decoded_with(seeing: tuple[Any, Any, Any
     assert draft.places_CBL is None
     result = evaluate(model, draft, reader, [conversations[2][:3], conversations[1][:1]], max_new_tokens=8)
     assert result.identical == 2
+
+
+@pytest.mark.parametrize(("family", "interleaved"), [(Qwen2_5_VLRotaryEmbedding, False), (Qwen3VLTextRotaryEmbedding, True)])
+def test_a_draft_with_sections_turns_by_all_components(family: Any, interleaved: bool) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2], **({"mrope_interleaved": True} if interleaved else {})}
+    plain = tiny_draft(tiny_target(hidden=64, rope_parameters=rope))
+    assert "mrope_section" not in plain.config.rope_parameters  # a fresh one has none
+    plain.config.rope_parameters = rope
+    draft = type(plain)(plain.config)
+    places_CBL = torch.randint(0, 30, (3, 2, 7))
+    draft.places_CBL = places_CBL
+    found = draft.rotary(torch.zeros(1), torch.arange(9).expand(2, -1))
+    counted_on = torch.cat([places_CBL, places_CBL[..., -1:] + 1, places_CBL[..., -1:] + 2], dim=-1)
+    for ours, theirs in zip(found, family(draft.config)(torch.zeros(1), counted_on), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(8, (4, 5, 6)), (36, (4, 18, 33))])
+def test_aux_layers_lie_behind_deepstack_and_doctor_says_where_not(layers: int, expected: Any, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["qwen3_vl"](
+        text_config={"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 90}
+    )
+    assert GenericDraft.aux_layers(config, 3) == expected
+    config.save_pretrained(tmp_path / "target")
+    for aux, said in ((expected, False), ((2, *expected[1:]), True)):
+        draft = save_draft(auto_draft(config, adapter="generic", aux_layers=aux), tmp_path / f"draft{said}")
+        assert ("aux-before-deepstack" in {finding.id for finding in examine(draft, tmp_path / "target")}) is said
 
 
 def positions_of(draft: Any, run: Callable[[], Any]) -> list[Tensor]:
