@@ -34,6 +34,7 @@ LATENT = {
     "first_k_dense_replace": LAYERS,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {**ROPE, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},  # vLLM gives a draft the window that all layers of its target have
@@ -52,11 +53,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 1, "num_shared_experts": 1},
     "cohere2_moe": {"sliding_window": 64, "num_shared_experts": 1, "tie_word_embeddings": True},
     "gemma4_text": {"tie_word_embeddings": True, "num_experts": None, "moe_intermediate_size": None},
-    "gpt_oss": {"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}},
+    "gpt_oss": {"rope_parameters": YARN},
     "laguna": {},
     "llama4_text": {"num_experts_per_tok": 1},
     "mimo_v2_flash": {"v_head_dim": 32},
-    "minimax_m2": {},
+    "minimax_m2": {"rotary_dim": 32},
     "minicpm3": LATENT,
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,

@@ -13,6 +13,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3Config,
     LlamaConfig,
@@ -101,6 +102,13 @@ class TestShape:
     def test_a_head_dim_of_its_own(self) -> None:
         draft = auto_draft(Qwen3Config(**SIZES, num_hidden_layers=8, head_dim=24))
         assert draft.layers[0].self_attn.q_proj.weight.shape == (4 * 24, 2 * 32)
+
+    def test_a_rope_that_no_engine_takes_for_its_target_s(self) -> None:
+        """vLLM shares a rotary module among all that ask for the same, and makes ERNIE's one of pairs."""
+        target = Ernie4_5Config(**SIZES, num_hidden_layers=8, head_dim=8)
+        draft = auto_draft(target).config
+        assert draft.foredraft["adapter"] == "ernie4_5"
+        assert draft.max_position_embeddings == target.max_position_embeddings + 1
 
     def test_what_engines_cannot_run_is_left_out(self) -> None:
         config = auto_draft(Gemma2Config(**SIZES, num_hidden_layers=8, head_dim=8)).config

@@ -91,7 +91,7 @@ def _tensors(directory: Path) -> dict[str, Any]:
     """Every tensor of a directory's safetensors by name, not read yet."""
     from safetensors import SafetensorError, safe_open
 
-    found = {}
+    found: dict[str, Any] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
             opened = safe_open(file, "pt")
