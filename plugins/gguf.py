@@ -14,6 +14,7 @@ from foredraft.contracts import Config
 from foredraft.contracts.engine import architecture_of, drafts_in_parallel
 from foredraft.contracts.format import OneFile
 from foredraft.contracts.options import Frozen
+from foredraft.files import spellings
 from foredraft.target.gguf import OWN_ROPE, is_gguf, library, read_gguf, rope_parameters, shortest
 from foredraft.target.loading import load_tokenizer
 
@@ -149,6 +150,8 @@ class GGUF(FormatBase):
         kind, made = KINDS.get(architecture), config["foredraft"]
         if config.get("kv_lora_rank"):
             return [f"kv_lora_rank: latent attention, its drafts have grouped-query attention ({BUILD})"]
+        if corrected := spellings.value(config, "dflash_config.projector_type"):
+            return [f"projector_type: a block corrected by what is drafted ('{corrected}'), which its dflash does not ({BUILD})"]
         if kind is None or (kind == "eagle3" and drafts_in_parallel(config)):
             what = "that drafts in parallel (P-EAGLE)" if kind else architecture
             return [f"{BUILD} has no architecture for a draft {what}: it runs {' and '.join(PERMUTED)}"]

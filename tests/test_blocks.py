@@ -9,7 +9,7 @@ from rigged import predictable_target, trainer_of, written_rows
 from tiny import tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch.testing import assert_close
 
-from foredraft import ForedraftError, generate
+from foredraft import ForedraftError, default_registry, generate
 from foredraft.decoding import DraftingStats
 
 MODEL = tiny_target()
@@ -67,6 +67,14 @@ def test_the_target_teaches_where_the_objective_asks(loss: Any) -> None:
     assert not torch.isclose(found, loss_of(text))
     found.backward()
     assert bool(taught.fc.weight.grad.any())
+
+
+def test_llama_cpp_does_not_take_domino_for_dflash() -> None:
+    reasons = (
+        default_registry().format("gguf")().refuses(tiny_draft(MODEL, "domino", emb_dim=4, gru_hidden_dim=5, **SMALL).config.to_dict())
+    )
+    assert len(reasons) == 1
+    assert reasons[0].startswith("projector_type")
 
 
 def test_groups_that_do_not_divide_the_width() -> None:
