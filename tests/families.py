@@ -86,10 +86,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What is not as `SIZES` has it, by model_type."""
 UNTRIED = "never run yet in these sizes"
 NOT_ALIKE = {
+    "minicpm3": "its final states are others in vLLM; why was not found",
     "cohere2_moe": "the states are alike, the text is not, past its window",
     "deepseek_v3": "with experts vLLM wants half precision on the CPU; without, never run yet",
     **dict.fromkeys(("deepseek_v2", "deepseek_v32", "glm_moe_dsa", "qwen3_next", "qwen3_5_text", "nemotron_h", "kimi_linear"), UNTRIED),
-    **dict.fromkeys(("gpt_oss", "minimax_m2", "minicpm3", "afmoe", "laguna", "mimo_v2_flash", "arcee", "cwm", "hunyuan_v1_dense"), UNTRIED),
+    **dict.fromkeys(("gpt_oss", "minimax_m2", "afmoe", "laguna", "mimo_v2_flash", "arcee", "cwm", "hunyuan_v1_dense"), UNTRIED),
     **dict.fromkeys(("jais2", "mellum", "olmo", "olmo3", "phi", "seed_oss", "starcoder2", "gpt_neox", "vaultgemma"), UNTRIED),
 }
 """Why a family is not expected to come out alike: known on 22 November 2026, with vLLM 0.32 on the CPU."""
