@@ -86,7 +86,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{port}", folder / "server.log"
+        self.url, self.log = f"http://127.0.0.1:{port}", folder / f"{port}.log"
         common = ["--host", "127.0.0.1", "--port", port, "-t", threads, "-np", 1, "-c", 512, "-ctk", "f32", "-ctv", "f32", "--no-webui"]
         command = [Path(BINARIES) / "llama-server", *common, "--no-repack", "-lv", verbosity, "--metrics", *arguments]
         environment = {**os.environ, "LD_LIBRARY_PATH": f"{BINARIES}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
