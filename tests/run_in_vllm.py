@@ -2,7 +2,7 @@
 
 `python run_in_vllm.py` reads lines of JSON, `[JOB, OUT]`, does each in a process of its own that has imported vLLM already, and answers
 each with a line, the process's exit status. JOB is JSON: `llm` (arguments of `vllm.LLM`), `prompts` (lists of ids), `max_tokens`,
-`ignore_eos`, `states` (a file, or null), `any_runner` (to draft even with what its older runner refuses). OUT becomes JSON, too: `ids` (per
+`ignore_eos`, `states` (a file, or null). OUT becomes JSON, too: `ids` (per
 prompt, what was generated), `drafts` (per prompt, [tokens known, drafted ids] of each draft), `drafted` and `accepted` (vLLM's own counts,
 the latter per position), `absent` (parameters of the draft that its file lacks: vLLM does not complain), `seconds`; `states` becomes
 what the drafter reads of each prompt, by its number: the target's final states and the aux states behind them, [L, (1 + aux) x T].
@@ -100,10 +100,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job["states"]:
         note_states(forwards)
     from vllm import LLM, SamplingParams
-    from vllm.config import VllmConfig
-
-    if job.get("any_runner"):  # the one for CPUs refuses what it would draft with in part
-        VllmConfig._get_v1_model_runner_unsupported_features = lambda self: []
 
     llm = LLM(**job["llm"], enforce_eager=True, enable_prefix_caching=False, async_scheduling=False, disable_log_stats=False, seed=0)
     prompts: Any = [{"prompt_token_ids": ids} for ids in job["prompts"]]
