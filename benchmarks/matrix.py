@@ -58,6 +58,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "Domino": ("domino", {"block_size": DRAFTED, "num_layers": 2, "anchors": 16, "emb_dim": 16, "gru_hidden_dim": 32}),
     "DSpark": ("dspark", {"block_size": DRAFTED, "num_layers": 2, "anchors": 16, "markov_rank": 16}),
     "Medusa": ("medusa", {"num_heads": DRAFTED}),
+    "EAGLE-1": ("eagle", {}),
 }
 
 

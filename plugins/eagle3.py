@@ -3,20 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from pydantic import Field
 from torch import Generator, Tensor
-from torch.nn import functional as F
 
 from foredraft import AlgorithmBase, DraftSpec, hookimpl
 from foredraft.contracts import DraftModel, Plan, Signal
 from foredraft.contracts.algorithm import Step
-from foredraft.contracts.draft import Batch, Layout
+from foredraft.contracts.draft import Batch
 from foredraft.contracts.options import Frozen
-from foredraft.data.supervision import padded_width, reachable
 from foredraft.decoding import AutoregressiveDrafter
-from foredraft.draft import Fused
-from foredraft.draft.attention import Lookup, Unrolled, UnrolledCache, unrolled_segments
+from foredraft.draft import Fused, plan_unrolled, unrolled
 from foredraft.draft.config import eagle_fields
 from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
 
@@ -65,22 +61,8 @@ class Eagle3(AlgorithmBase[Eagle3Options]):
         return {**self.wiring.fields, **eagle_fields(config)}
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
-        """The slots that serving reaches: x_{t+1} .. x_{t+2+k} in one assistant span of x_t's document.
-
-        `slots` [B, Q] are those of step 0, padded with slot 0; `queries[k]` [N_k] index the flattened [B·Q]. `segments`: see `Unrolled`.
-        """
-        spans_BS, documents_BS = batch["spans"], batch["documents"]
-        length = spans_BS.shape[1]
-        slots = [mask_S.nonzero()[:, 0] for mask_S in reachable(spans_BS, documents_BS, 0)]
-        width = padded_width(batch, slots)
-        queries, rows = [], []
-        for k in range(self.options.ttt_steps):
-            mask_BS = reachable(spans_BS, documents_BS, k)
-            at = [mask_S[s].nonzero()[:, 0] for s, mask_S in zip(slots, mask_BS, strict=True)]
-            queries.append(torch.cat([b * width + q for b, q in enumerate(at)]))
-            rows.append(torch.cat([b * length + slots[b][q] + 1 + k for b, q in enumerate(at)]))
-        slots_BQ = torch.stack([F.pad(s, (0, width - len(s))) for s in slots])
-        return Plan.taught(queries, rows, slots=slots_BQ, segments=unrolled_segments(documents_BS, slots_BQ))
+        """The slots that serving reaches, see `plan_unrolled`."""
+        return plan_unrolled(batch, self.options.ttt_steps)
 
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
         """The objective at every step, Σ 0.8^k L_k / Σ 0.8^k with L_k the mean over supervised slots."""
@@ -98,19 +80,7 @@ class Eagle3(AlgorithmBase[Eagle3Options]):
 
     def unroll(self, draft: DraftModel, batch: Batch, aux_BSA: Tensor) -> list[Tensor]:
         """The draft's states at `batch["slots"]` after each step: K tensors [B, Q, D]."""
-        ids_BS, slots_BQ, positions_BS = batch["input_ids"], batch["slots"], batch["positions"]
-        last = ids_BS.shape[1] - 1
-        pattern = Unrolled(batch["documents"], slots_BQ, draft.kernel, batch.get("segments"), draft.regions)
-        cache = UnrolledCache()
-        context = draft.project_hidden_states(aux_BSA)
-        embeds: Any = Lookup(draft.embed_input_ids(ids_BS.roll(-1, dims=1)))  # all steps read the same tokens
-        hidden_BQD = draft.backbone(embeds, context, Layout(positions_BS, pattern, slots_BQ), cache)
-        states = [hidden_BQD]
-        positions_BQ = positions_BS.gather(1, slots_BQ)
-        for k in range(1, self.options.ttt_steps):
-            hidden_BQD = draft.backbone(embeds.at((slots_BQ + k).clamp(max=last)), hidden_BQD, Layout(positions_BQ + k, pattern), cache)
-            states.append(hidden_BQD)
-        return states
+        return unrolled(draft, batch, aux_BSA, self.options.ttt_steps)
 
     def drafter(self, draft: Any) -> AutoregressiveDrafter:
         """Drafts chains and trees, a depth per forward."""

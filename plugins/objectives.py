@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foredraft import hookimpl
-from foredraft.contracts.objective import Cost, RowObjective, Sums
+from foredraft.contracts.objective import Cost, ObjectiveBase, RowObjective, Sums
 from foredraft.loss import CrossEntropy
 
 # Below it α is not told from nothing, and its logarithm is flat.
@@ -75,7 +76,19 @@ class LikelihoodAndKL(RowObjective):
         return Cost(loss_N, share_N, share_N - 1)
 
 
+class LikeliestTen(ObjectiveBase):
+    """-Σ p log q over the teacher's ten likeliest tokens, p as it is (HASS, arXiv:2408.15766, section 3.1, its K)."""
+
+    name = "top10"
+    summary = "cross-entropy against the teacher over its ten likeliest tokens alone"
+
+    def loss(self, log_q_NW: Tensor, p_NW: Tensor, mass_N: Tensor) -> Tensor:
+        """See `ObjectiveBase`."""
+        p_N10, at_N10 = p_NW.topk(min(10, p_NW.shape[1]))
+        return -(p_N10 * log_q_NW.gather(1, at_N10)).sum(-1)
+
+
 @hookimpl
 def foredraft_objectives() -> list[type[Any]]:
     """The objectives of this file, and core's."""
-    return [CrossEntropy, ForwardKL, Text, TotalVariation, NegativeLogAcceptance, LikelihoodAndKL]
+    return [CrossEntropy, ForwardKL, Text, TotalVariation, NegativeLogAcceptance, LikelihoodAndKL, LikeliestTen]

@@ -31,6 +31,7 @@ METHODS = {
     "DFlash2DraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
+    "EagleLlamaForCausalLM": "eagle",
 }
 """The method by which vLLM runs an architecture. It guesses from the path if none is named, and runs a DFlash draft wrongly."""
 SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}

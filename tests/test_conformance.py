@@ -18,6 +18,7 @@ from foredraft.plugins.dflash import DFlash
 from foredraft.plugins.dflash2 import DFlash2
 from foredraft.plugins.domino import Domino
 from foredraft.plugins.dspark import DSpark
+from foredraft.plugins.eagle import Eagle
 from foredraft.plugins.eagle3 import Eagle3, Eagle31
 from foredraft.plugins.gguf import GGUF, INSIDE
 from foredraft.plugins.hf import Transformers
@@ -132,6 +133,12 @@ class TestEagle3(OneMethod):
 
 class TestEagle3OfTwoLayers(OneMethod):
     cls, small = Eagle3, {"ttt_steps": 2, "num_layers": 2, "qk_norm": True}
+
+
+class TestEagle(OneMethod):
+    """HASS: the same with more steps, and the rest of its loss."""
+
+    cls, small = Eagle, {"noise": 0, "ttt_steps": 3, "loss": {"ce": 0.1, "top10": 1.0}}
 
 
 class TestEagle31(OneMethod):

@@ -15,8 +15,18 @@ def default_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:
     return check_aux_layers(layers, num_layers)
 
 
-def check_aux_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """`layers` if they are distinct, ascending and within 1..L-1, where HF and all engines mean the same tensor; else `ForedraftError`."""
+def check_aux_layers(layers: tuple[int, ...], num_layers: int, final: bool = False) -> tuple[int, ...]:
+    """`layers` if they are distinct, ascending and within 1..L-1, where HF and all engines mean the same tensor; else `ForedraftError`.
+
+    With `final` (`DraftSpec.final`) they must be L alone, in HF's `hidden_states` what comes after the final norm.
+    """
+    if final:
+        if tuple(layers) == (num_layers,):
+            return layers
+        raise ForedraftError(
+            f"aux layers {list(layers)}: this draft reads what a target of {num_layers} layers says after its final norm, and no other"
+            f" state: aux_layers=[{num_layers}], or leave them out"
+        )
     problems = []
     if list(layers) != sorted(set(layers)):
         problems.append("they must be distinct and ascending")

@@ -124,7 +124,7 @@ class Bench:
         read = [reader.capture(_to(batch, target.device)) for batch in whole]
         steps, limit = len(whole[0]["counts"]), draft.algorithm.max_tokens
         self.steps = steps if recorded or limit else min(steps, KNOWN)
-        self._aux = [list(signal.aux_BSA.chunk(count - 1, dim=-1)) for signal in read]
+        self._aux = [[*signal.aux_BSA.chunk(count - 1, dim=-1), signal.hidden_BST] for signal in read]
         size = max(STRETCH, 2 * self.steps)
         stretches = [
             (number, start, min(start + size, len(ids)))

@@ -4,6 +4,18 @@ from .blocks import BlockAlgorithm, BlockOptions
 from .grouped_query import GroupedQueryDraft
 from .layer import DraftLayer
 from .model import BaseDraft
-from .wiring import Fused, Prefix
+from .unrolled import plan_unrolled, unrolled
+from .wiring import Fused, Prefix, Summed
 
-__all__ = ["BaseDraft", "BlockAlgorithm", "BlockOptions", "DraftLayer", "Fused", "GroupedQueryDraft", "Prefix"]
+__all__ = [
+    "BaseDraft",
+    "BlockAlgorithm",
+    "BlockOptions",
+    "DraftLayer",
+    "Fused",
+    "GroupedQueryDraft",
+    "Prefix",
+    "Summed",
+    "plan_unrolled",
+    "unrolled",
+]

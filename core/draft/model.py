@@ -222,11 +222,12 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
     ) -> Any:
         """The draft's config for a target's config. Raises `ForedraftError` where layers or vocabulary do not fit."""
         text, spec = target.get_text_config(), algorithm.spec
-        layers = aux_layers or algorithm.aux_layers(text.num_hidden_layers) or cls.aux_layers(target, spec.num_aux)
+        usual = (text.num_hidden_layers,) if spec.final else algorithm.aux_layers(text.num_hidden_layers)
+        layers = aux_layers or usual or cls.aux_layers(target, spec.num_aux)
         size = draft_vocab_size or text.vocab_size
         problems: list[str] = []
         with gathering(problems):
-            check_aux_layers(layers, text.num_hidden_layers)
+            check_aux_layers(layers, text.num_hidden_layers, spec.final)
         if len(layers) != spec.num_aux:
             problems.append(f"aux_layers={list(layers)} are {len(layers)} layers, but num_aux={spec.num_aux}: make them agree")
         if not 1 <= size <= text.vocab_size:

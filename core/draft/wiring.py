@@ -1,4 +1,4 @@
-"""How a draft takes in the target's context: side by side with the embedding, or as extra keys and values."""
+"""How a draft takes in the target's context: side by side with the embedding, summed with it, or as extra keys and values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Rows = Tensor | int | None
 
 
 class _Stack:
-    """What both wirings share: fc over the concatenated aux states, a stack of layers, a final norm."""
+    """What wirings share: fc over the concatenated aux states, a stack of layers, a final norm."""
 
     def modules(self, draft: DraftModel) -> dict[str, nn.Module]:
         """See `Wiring`."""
@@ -46,7 +46,7 @@ class _Stack:
     def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm: Mapping[str, Tensor]) -> list[str]:
         """See `Wiring`: the last layers and the final norm; fc passes the last aux state, and of the others a little."""
         taken, width = [], draft.config.hidden_size
-        if take_over(draft.norm, norm):
+        if hasattr(draft, "norm") and take_over(draft.norm, norm):
             taken.append("final norm")
         last_DD = draft.fc.weight[:, -width:]
         if float(last_DD.diagonal().mean()) < 0.5:  # else it passes the last aux state already
@@ -160,6 +160,56 @@ class Fused(_Stack):
     def fields(self) -> dict[str, bool]:
         """The flags as engines read them in `config.json`."""
         return {"fc_norm": self.fc_norm, "norm_output": self.norm_output, "norm_before_residual": self.norm_before_residual}
+
+
+@dataclass(frozen=True)
+class Summed(_Stack):
+    """The layers read W [embedding ; state], a state being the target's own or, once that ends, the draft's (EAGLE-1, figure 6)."""
+
+    first_norm: bool = False
+    """Whether the first layer norms what it reads, as the others do. Engines' form has it read the sum as it is."""
+    final_norm: bool = False
+    """Whether a norm follows the layers: the state after it goes to the head, and back."""
+
+    def modules(self, draft: DraftModel) -> dict[str, nn.Module]:
+        """See `Wiring`."""
+        made, width = super().modules(draft), draft.config.hidden_size
+        made["fc"] = nn.Linear(width + draft.config.target_hidden_size, width, bias=False)
+        if not self.final_norm:
+            del made["norm"]
+        return made
+
+    def _layers(self, draft: DraftModel) -> list[nn.Module]:
+        layers = super()._layers(draft)
+        for layer in layers[: 0 if self.first_norm else 1]:
+            layer.input_layernorm = nn.Identity()
+        return layers
+
+    def project(self, draft: DraftModel, aux_BSA: Tensor) -> Tensor:
+        """As it is: fc reads it beside an embedding."""
+        return _readable(aux_BSA, draft.fc.weight.dtype)
+
+    def backbone(self, draft: DraftModel, embeds_BQD: Any, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
+        """Output at `layout.rows`, [B, Q', D]; embedding and context are those of the same inputs, the former may be a `Lookup`."""
+        looked_up = isinstance(embeds_BQD, Lookup)
+        hidden_BQD = draft.fc(Beside(embeds_BQD, context_BSD) if looked_up else torch.cat([embeds_BQD, context_BSD], dim=-1))
+        rotary = draft.rotary(hidden_BQD, layout.positions)
+        for i, layer in enumerate(draft.layers):
+            rows = layout.rows if i == len(draft.layers) - 1 else None
+            hidden_BQD = recomputed(layer, partial(self._layer, layer, rotary, layout.pattern, rows), hidden_BQD, cache=cache)
+        return draft.norm(hidden_BQD) if self.final_norm else hidden_BQD
+
+    def _layer(self, layer: Any, rotary: Rotary, pattern: Pattern, rows: Rows, hidden_BQD: Tensor, cache: KeyValueCache | None) -> Tensor:
+        x_BQD = region(layer, normed, layer.input_layernorm, hidden_BQD)
+        return layer.attend(take_rows(hidden_BQD, rows), x_BQD, rotary, pattern, cache, rows)
+
+    def head_input(self, draft: DraftModel, hidden_BQD: Tensor) -> Tensor:
+        """The state itself, which is what the target's head reads of the target."""
+        return hidden_BQD
+
+    def head_modules(self, draft: DraftModel) -> list[nn.Module]:
+        """None."""
+        return []
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Fields(Strict):
         if made.spec.mask_token and not 0 <= (self.mask_token_id if self.mask_token_id is not None else -1) < self.vocab_size:
             found.append(f"mask_token_id={self.mask_token_id} is no token of the vocabulary of {self.vocab_size}")
         try:
-            check_aux_layers(tuple(self.eagle_aux_hidden_state_layer_ids), made.target.num_hidden_layers)
+            check_aux_layers(tuple(self.eagle_aux_hidden_state_layer_ids), made.target.num_hidden_layers, made.spec.final)
         except ForedraftError as error:
             found.append(str(error).split("\n")[0])
         return found

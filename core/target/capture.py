@@ -47,6 +47,7 @@ def norm_scale(norm: nn.Module) -> Tensor:
 class AuxCapture:
     """While open, remembers what the aux layers put out in the latest forward, side by side, on one device.
 
+    The last layer's index stands for the state after the final norm, as in HF's `hidden_states`.
     By hooks on the decoder layers: transformers' list form of `output_hidden_states` counts layer outputs in 5.18 and
     `hidden_states` entries in 5.23, without a word, and it clashes with a user's own `output_hidden_states=True`.
     """
@@ -55,7 +56,7 @@ class AuxCapture:
         layers = decoder_layers(model)
         self._width = model.config.get_text_config().hidden_size
         self._device = device or home_of(model)
-        self._layers = [layers[i - 1] for i in aux_layers]
+        self._layers = [layers[i - 1] if i < len(layers) else decoder_of(model) for i in aux_layers]
         self._hooks: list[Any] = []
         self.aux_BSA = torch.empty(0)
         """The concatenated aux states of the latest forward, on `device`, or where the model reads its ids."""
@@ -82,7 +83,7 @@ class AuxCapture:
 
     def _keep(self, place: int, module: Any, arguments: Any, output: Any) -> None:
         """Into its place at once: the layers' own outputs would be held beside their concatenation."""
-        states = in_one(output[0] if isinstance(output, tuple | list) else output, self._width)
+        states = in_one(output if isinstance(output, Tensor) else output[0], self._width)
         *shape, width = states.shape
         if place == 0:
             self.aux_BSA = states.new_empty(*shape, len(self._layers) * width, device=self._device)

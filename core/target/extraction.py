@@ -24,8 +24,8 @@ from .store import Row
 class Extraction:
     """States of documents, asked of a server that extracts hidden states (vLLM's `extract_hidden_states`) to a disk that we see, too.
 
-    It must have been started with the aux layers of the draft, followed by the target's last one where final states are read: that one's
-    output is put through the target's own norm, which is read from its files. Every file is removed when it is read.
+    It must have been started with the aux layers of the draft, followed by the target's last one where final states are read, and once
+    where it is both: its output is put through the target's own norm, which is read from its files. Every file is removed when it is read.
     """
 
     def __init__(
@@ -33,8 +33,9 @@ class Extraction:
     ):
         self.server, self.dtype = server, dtype
         self.width = config.get_text_config().hidden_size
-        self.count = len(aux_layers)
-        self.norm = final_norm(target, config, dtype) if "final" in needs else None
+        self.count, last = len(aux_layers), config.get_text_config().num_hidden_layers
+        self.normed = tuple(aux_layers) == (last,)
+        self.norm = final_norm(target, config, dtype) if "final" in needs or self.normed else None
         self.needs = needs
         self.concurrency = 32
 
@@ -59,9 +60,10 @@ class Extraction:
         states_nLT = self._read(Path(file), part)
         own = {}
         if "aux" in self.needs:
-            own["aux"] = states_nLT[:, : self.count].flatten(1)
-        if self.norm is not None:
-            own["hidden"] = self.norm(states_nLT[torch.from_numpy(part.taught), self.count])
+            aux_nLT = states_nLT[:, : self.count]
+            own["aux"] = (self.norm(aux_nLT) if self.norm is not None and self.normed else aux_nLT).flatten(1)
+        if self.norm is not None and "final" in self.needs:
+            own["hidden"] = self.norm(states_nLT[torch.from_numpy(part.taught), -1])
         return own
 
     def _read(self, file: Path, part: Part) -> Tensor:
@@ -76,7 +78,7 @@ class Extraction:
         for done in (file, lock):
             with suppress(OSError):
                 done.unlink()
-        shape = (len(part.ids), self.count + (self.norm is not None), self.width)
+        shape = (len(part.ids), self.count + (self.norm is not None and not self.normed), self.width)
         states = found["hidden_states"]
         if tuple(states.shape) != shape or (ids := found["token_ids"].tolist()) != part.ids.tolist():
             raise ForedraftError(

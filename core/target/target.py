@@ -35,8 +35,8 @@ class Target:
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], needs: Sequence[str] = ("aux", "final")):
         self.model = model.eval().requires_grad_(False)
         self.needs = needs
-        self.aux_layers = check_aux_layers(aux_layers, model.config.get_text_config().num_hidden_layers)
         text = model.config.get_text_config()
+        self.aux_layers = check_aux_layers(aux_layers, text.num_hidden_layers, tuple(aux_layers) == (text.num_hidden_layers,))
         self._multiplier = getattr(text, "logit_scale", None) or 1.0
         for divisor in DIVISORS:
             self._multiplier /= getattr(text, divisor, None) or 1.0

@@ -54,7 +54,7 @@ def capture(
 
     if base_url is not None:
         return by(Server(base_url))
-    read = [*layers, *([target.get_text_config().num_hidden_layers] if "final" in needs else [])]
+    read = list(dict.fromkeys([*layers, *([target.get_text_config().num_hidden_layers] if "final" in needs else [])]))
     with tempfile.TemporaryDirectory(dir=_memory()) as directory:
         started = default_registry().engine(str(engine))()
         command = started.extraction(config.target, read, directory)
