@@ -47,9 +47,7 @@ class Eagle(AlgorithmBase[EagleOptions]):
     @property
     def spec(self) -> DraftSpec:
         """Ordinary layers on the target's final state, between its embedding and head."""
-        return DraftSpec(
-            num_layers=self.options.num_layers, num_aux=1, final=True, target_head=True, architecture="EagleLlamaForCausalLM"
-        )
+        return DraftSpec(num_layers=self.options.num_layers, num_aux=1, final=True, target_head=True, architecture="EagleLlamaForCausalLM")
 
     @property
     def wiring(self) -> Summed:

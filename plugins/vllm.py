@@ -1,4 +1,4 @@
-"""vLLM, as of 0.32: EAGLE-3, EAGLE-3.1, P-EAGLE, DFlash, DFlash2, DSpark, Llama-, Qwen3- and (sequential ones) DeepSeek-shaped."""
+"""vLLM, as of 0.32: EAGLE-1, EAGLE-3, EAGLE-3.1, P-EAGLE, DFlash, DFlash2, DSpark, Llama-, Qwen3- and (sequential ones) DeepSeek-shaped."""
 
 import json
 from collections.abc import Sequence
@@ -34,6 +34,12 @@ METHODS = {
     "EagleLlamaForCausalLM": "eagle",
 }
 """The method by which vLLM runs an architecture. It guesses from the path if none is named, and runs a DFlash draft wrongly."""
+EAGLE1_LACKS = {
+    "fc.bias": "drops it without a word: the draft reads other states than in training",
+    "norm.weight": "has no norm behind the layers, and refuses the draft",
+    "layers.0.input_layernorm.weight": "has no norm before the first attention, and refuses the draft",
+}
+"""Tensors that its EAGLE-1 knows nothing of, though peers train them."""
 SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
 """The same by the `speculators_model_type` of a draft in the speculators format, whose class vLLM chooses itself."""
 
@@ -142,6 +148,8 @@ class VLLM(EngineBase):
         if method == "dspark" and not _speculators_type(checkpoint.config) and not checkpoint.config.get("markov_rank"):
             text, breaks = "no markov_rank at the top level of config.json", "vLLM looks for it there only, and fails while it loads"
             found.append(Finding("vllm-markov-rank", "error", text, breaks, "write it there"))
+        for name in (name for name in EAGLE1_LACKS if method == "eagle" and name in names):
+            found.append(Finding("vllm-eagle1", "error", f"{name} is there", f"vLLM {EAGLE1_LACKS[name]}", "train the draft without it"))
         if method == "eagle3":
             found += _fc_width(checkpoint.config)
             for layer in layers_without("input_layernorm", names):

@@ -52,6 +52,8 @@ SERVED: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": "domino"}, "hf sglang"),
     ({"algorithm": "domino", "pure_draft_prefix_len": 0}, "hf"),
     ({"algorithm": "medusa"}, "hf"),
+    ({"algorithm": "eagle"}, "hf vllm"),
+    ({"algorithm": "eagle", "latent": True}, "hf"),
     ({"algorithm": "eagle3", "latent": True}, "hf sglang vllm"),
     ({"algorithm": "eagle3", "latent": True, "num_layers": 2}, "hf vllm"),
     ({"algorithm": "peagle", "latent": True}, "hf"),

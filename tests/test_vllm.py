@@ -64,10 +64,12 @@ ALGORITHMS = {
     "EAGLE-3, two layers": ("eagle3", {"ttt_steps": DRAFTED, "num_layers": 2, "num_aux": 4}),
     "EAGLE-3, normed residual": ("eagle3", {"ttt_steps": DRAFTED, "norm_before_residual": True}),
     "P-EAGLE": ("peagle", {"num_depths": DRAFTED, "num_layers": 2, "draft_vocab_size": 40}),
+    "HASS": ("eagle", {"ttt_steps": 2, "loss": {"ce": 0.1, "top10": 1.0}}),
     "DFlash": ("dflash", {"block_size": DRAFTED + 1, "num_layers": 2, "num_aux": 3, "anchors": 16}),
 }
 matrix.ALGORITHMS.update(ALGORITHMS)
-matrix.ALGORITHMS.update({f"{name}, Qwen3-shaped": (a, {**o, "qk_norm": True}) for name, (a, o) in ALGORITHMS.items() if a != "dflash"})
+NORMED = {f"{name}, Qwen3-shaped": (a, {**o, "qk_norm": True}) for name, (a, o) in ALGORITHMS.items() if a not in ("dflash", "eagle")}
+matrix.ALGORITHMS.update(NORMED)
 
 PAIRS = [
     ("Llama", "EAGLE-3"),
@@ -76,6 +78,7 @@ PAIRS = [
     ("Llama", "EAGLE-3, normed residual"),
     ("Llama", "P-EAGLE"),
     ("Llama", "DFlash"),
+    ("Qwen3", "HASS"),
     ("Qwen3", "EAGLE-3, Qwen3-shaped"),
     ("Qwen3", "EAGLE-3.1, Qwen3-shaped"),
     ("Qwen3", "P-EAGLE, Qwen3-shaped"),

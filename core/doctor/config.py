@@ -129,7 +129,7 @@ def _aux_layers(s: Subject, name: str, ids: list[int]) -> Iterator[Finding]:
         yield error("aux-range", f"{name} holds {str(ids)[:80]}", "they are no layers", "write the layers of the training")
         return
     try:
-        check_aux_layers(tuple(ids), count or max(*ids, 1) + 1)
+        check_aux_layers(tuple(ids), count or max(*ids, 1) + (not s.single_feature), s.single_feature)
     except ForedraftError as problem:
         yield error(
             "aux-range",
@@ -137,9 +137,9 @@ def _aux_layers(s: Subject, name: str, ids: list[int]) -> Iterator[Finding]:
             "engines sort them and drop doubles, or read a state that training did not (0 is the embedding, the last is not yet normed)",
             "write the layers of the training",
         )
-    read = s.chunks
+    read = 1 if s.single_feature else s.chunks  # beside an embedding
     stated = s.integer("num_aux_hidden_states")
-    if (read is not None and len(ids) != read and not s.single_feature) or (stated and read and stated != read):
+    if (read is not None and len(ids) != read) or (stated and read and stated != read):
         yield error(
             "aux-count",
             f"{name} states {len(ids)} aux layers, num_aux_hidden_states={stated}, and fc reads {read}",

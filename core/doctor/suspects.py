@@ -58,6 +58,8 @@ class Suspect:
 
 def aux_layers(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """All aux layers one up or one down, one of them alone, what other fields name, and the usual ones."""
+    if draft.config.spec.final:
+        return
     mine, count = draft.config.aux_layers, target.config.get_text_config().num_hidden_layers
     tried = [tuple(i + shift for i in mine) for shift in (1, -1)]
     stated = draft.config.to_dict()
@@ -184,6 +186,8 @@ def order(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """The halves of the first layer's input swapped; the aux states in another order."""
     state, width, count = draft.state_dict(), draft.config.hidden_size, draft.config.num_aux_hidden_states
     wide = {n: t.roll(width, dims=1) for n, t in state.items() if n.startswith("layers.0.self_attn") and t.shape[1:] == (2 * width,)}
+    if draft.config.spec.final and "fc.weight" in state:
+        wide["fc.weight"] = state["fc.weight"].roll(width, dims=1)
     if wide:
         yield Variant("features before the embedding in the first layer's input", state=wide)
     chunks = draft.fc.weight.chunk(count, dim=1)

@@ -30,7 +30,7 @@ FLAGGED = ("fc_norm.", "input_norm.")
 
 def names(s: Subject) -> Iterator[Finding]:
     """Tensors that are missing, unexpected or of another shape than the config asks for."""
-    if not s.draft.tensors or s.single_feature:
+    if not s.draft.tensors or (s.single_feature and s.built is None):
         return
     needed, allowed = _expected(s)
     both = {*s.names, *needed, *allowed}
@@ -110,7 +110,7 @@ def _expected(s: Subject) -> tuple[Shapes, Shapes]:
         return {}, {}
     left_out = set(draft._keys_to_ignore_on_save or ())
     shapes: Shapes = {name: tuple(t.shape) for name, t in draft.state_dict().items() if name not in left_out}
-    upper = (f"layers.{i}.{{}}.weight" for i in range(1, len(draft.layers)) if not s.prefix)
+    upper = (f"layers.{i}.{{}}.weight" for i in range(1, len(draft.layers)) if not (s.prefix or s.single_feature))
     twins = {name.format("hidden_norm"): shapes[name.format("input_layernorm")] for name in upper}
     if s.built is not None:
         return shapes | twins, dict.fromkeys(TARGET_HEAD)
@@ -190,7 +190,11 @@ def qk_norms(s: Subject) -> Iterator[Finding]:
 def upper_norms(s: Subject) -> Iterator[Finding]:
     """Layers above the first: engines differ in the name under which they look for the norm."""
     own = s.model.state_dict() if s.model is not None else {}  # a draft may have both norms in every layer
-    norms = [(f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight") for i in s.layers if i > 0 and not s.prefix]
+    norms = [
+        (f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight")
+        for i in s.layers
+        if i > 0 and not (s.prefix or s.single_feature)
+    ]
     norms = [pair for pair in norms if pair[1] not in own]
     if single := [pair for pair in norms if (pair[0] in s.names) != (pair[1] in s.names)]:
         lacking = [name for pair in single for name in pair if name not in s.names]

@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "LlamaForCausalLMEagle3": (EAGLE, (*NORMS, "hidden_norm", *GROUPED, *MLP), EAGLE_OPTIONAL),
     "Eagle3Qwen3ForCausalLM": (EAGLE, (*NORMS, "hidden_norm", *GROUPED, *QK_NORM, *MLP), EAGLE_OPTIONAL),
     "Eagle3DeepseekV2ForCausalLM": (EAGLE, (*NORMS, "hidden_norm", *LATENT, *MLP), EAGLE_OPTIONAL),
+    "EagleLlamaForCausalLM": (("fc",), ("post_attention_layernorm", *GROUPED, *MLP), r"layers\.[1-9]\d*\.input_layernorm\.weight"),
     "DFlashDraftModel": (BLOCK, BLOCK_LAYER, r"prefix_gru\.weight_[ih]h_l0|embed_proj\.[02]\.weight"),
     "DFlash2DraftModel": ((*BLOCK, "candidate_selector.hidden_projection"), (*BLOCK_LAYER, *CONVOLVED), DFLASH2_OPTIONAL),
     "Qwen3DSparkModel": (
