@@ -255,6 +255,13 @@ class TestFindings:
         save_file({**tensors, "d2t": torch.zeros(50, dtype=torch.long)}, draft / "model.safetensors")
         assert self.of(draft, "vllm") == ["vllm-d2t"]
 
+    @pytest.mark.parametrize("lacked", ["fc.bias", "norm.weight", "layers.0.input_layernorm.weight"])
+    def test_what_vllm_s_eagle_knows_nothing_of(self, lacked: str, tmp_path: Path) -> None:
+        path = save_draft(tiny_draft(tiny_target(), "eagle", num_layers=2), tmp_path / "draft")
+        assert self.of(path, "vllm") == []
+        save_file({**load_file(path / "model.safetensors"), lacked: torch.ones(32)}, path / "model.safetensors")
+        assert self.of(path, "vllm") == ["vllm-eagle1"]
+
     def test_aux_layers_where_sglang_does_not_look(self, draft: Path) -> None:
         self.edit(draft, eagle_config=None)
         assert self.of(draft, "sglang") == ["sglang-aux"]
