@@ -157,7 +157,7 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         regions = cache(partial(torch.compile, **{"dynamic": True, **options}))
         for module in self.modules():
             if hasattr(module, "regions"):
-                module.regions = regions
+                module.regions = regions  # type: ignore[assignment]
 
     # What an adapter may change.
 

@@ -54,8 +54,8 @@ class MultiHeadLatentAttention(nn.Module):
         q_BQX = self._queries(x_BQX)
         latent_BSl, k_rope_BSr = self.kv_a_proj_with_mqa(x_BSX).split([self.latent, self.rope], dim=-1)
         kv_BSX = self.kv_b_proj(region(self, normed, self.kv_a_layernorm, latent_BSl))
-        rotary = cos, sin, cos_q, sin_q
-        q_BHQd, k_BHSd, v_BHSd = region(self, MultiHeadLatentAttention._put_together, self, q_BQX, k_rope_BSr, kv_BSX, *rotary)
+        turned = cos, sin, cos_q, sin_q
+        q_BHQd, k_BHSd, v_BHSd = region(self, MultiHeadLatentAttention._put_together, self, q_BQX, k_rope_BSr, kv_BSX, *turned)
         keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])
         out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale, among_keys(rows, keys, x_BSX))[..., : self.v]
         return self.o_proj(out_BHQd.transpose(1, 2).flatten(2))
