@@ -120,7 +120,7 @@ class TestFromATarget:
             ({"model_type": "llamma"}, r"(?s)no adapter for targets of model_type 'llamma'; did you mean 'llama'.*to add one"),
             (
                 {"model_type": "mamba"},
-                r"(?s)no adapter for targets of model_type 'mamba'.*adapter 'generic' cannot take it: it keeps a recurrent",
+                r"(?s)no adapter for targets of model_type 'mamba'.*adapter 'generic' cannot take it: its config names no attention heads",
             ),
             ({"hidden_size": 3}, r"needs a model_type, found the fields \['hidden_size'\]"),
         ],

@@ -22,7 +22,7 @@ LENGTH, WIDTH = 4096, 32_000
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "megabytes", "calls"), [(False, 0.95, 14_000), (True, 0.4, 17_600)], ids=["all kept", "checkpointed"]
+    ("checkpointing", "megabytes", "calls"), [(False, 0.95, 14_000), (True, 0.4, 17_900)], ids=["all kept", "checkpointed"]
 )
 def test_eagle3(checkpointing: bool, megabytes: float, calls: int) -> None:
     """Bounds are what is reached, and a little more; FLOPs are those of the shape, by hand."""

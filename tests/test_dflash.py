@@ -319,7 +319,7 @@ class TestTraining:
         plain = self.train(rows, tmp_path / "plain").model.state_dict()
         layers = self.draft().config.aux_layers
         for run in ("written", "read"):
-            target = CachedTarget(self.TARGET, layers, tmp_path / "cache", DFlash.needs)
+            target = CachedTarget(self.TARGET, layers, tmp_path / "cache", self.draft().algorithm.needs)
             cached = self.train(rows, tmp_path / run, target=target).model.state_dict()
             assert_close(cached, plain, rtol=1e-4, atol=1e-5)
         assert target.store.form.widths == {"aux": len(layers) * 32}, "the final states are not read"

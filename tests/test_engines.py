@@ -38,15 +38,15 @@ def config_of(algorithm: str, latent: bool = False, adapter: str | None = None, 
 
 
 SERVED: list[tuple[dict[str, Any], str]] = [
-    ({"algorithm": "eagle3"}, "hf sglang vllm"),
+    ({"algorithm": "eagle3"}, "hf llamacpp sglang vllm"),
     ({"algorithm": "eagle3", "num_layers": 2, "draft_vocab_size": 20}, "hf sglang vllm"),
     ({"algorithm": "eagle31"}, "hf sglang vllm"),
     ({"algorithm": "eagle3", "qk_norm": True}, "hf vllm"),
     ({"algorithm": "eagle3", "num_aux": 1, "aux_layers": (4,)}, "hf vllm"),
     ({"algorithm": "peagle"}, "hf vllm"),
     ({"algorithm": "peagle", "qk_norm": True}, "hf vllm"),
-    ({"algorithm": "dflash"}, "hf sglang vllm"),
-    ({"algorithm": "dspark"}, "hf sglang vllm"),
+    ({"algorithm": "dflash"}, "hf llamacpp sglang vllm"),
+    ({"algorithm": "dspark"}, "hf llamacpp sglang vllm"),
     ({"algorithm": "dspark", "markov_head_type": "gated"}, "hf sglang"),
     ({"algorithm": "dflash2"}, "hf sglang vllm"),
     ({"algorithm": "domino"}, "hf sglang"),
@@ -106,7 +106,7 @@ def test_a_config_that_cannot_be_read(content: str | None, message: str, tmp_pat
 
 def test_a_file_is_no_draft(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ForedraftError, match=r"holds no config\.json"):
+    with pytest.raises(ForedraftError, match=r"is no directory: name the one that holds the draft's config\.json"):
         serve_command(ENGINES["vllm"], tmp_path / "model.safetensors", "target")
 
 
@@ -187,7 +187,8 @@ class TestCommands:
         path = save_draft(tiny_draft(tiny_target(), "peagle"), tmp_path / "draft")
         lines = describe(str(path))
         assert lines["served by"] == "hf, vllm"
-        assert lines["not served by"].startswith("sglang: it does not draft in parallel")
+        assert [line.split(":")[0] for line in lines["not served by"].splitlines()] == ["llamacpp", "sglang"]
+        assert "sglang: it does not draft in parallel" in lines["not served by"]
 
 
 class TestPlugins:
@@ -232,7 +233,8 @@ class TestFindings:
     @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "draft_vocab_size": 20}])
     def test_sound_drafts_have_none(self, options: dict[str, Any], tmp_path: Path) -> None:
         path = save_draft(tiny_draft(tiny_target(), **options), tmp_path / "draft")
-        assert [self.of(path, engine) for engine in ENGINES] == [[], [], []]
+        refused = {"llamacpp": ["llamacpp-refuses"]} if options else {}  # it runs one layer
+        assert {engine: self.of(path, engine) for engine in ENGINES} == {engine: [] for engine in ENGINES} | refused
 
     def test_refusals(self, tmp_path: Path) -> None:
         path = save_draft(tiny_draft(tiny_target(), "peagle"), tmp_path / "draft")
@@ -248,12 +250,19 @@ class TestFindings:
     def test_upper_layers_without_the_norm_that_the_engine_reads(self, norm: str, engine: str, tmp_path: Path) -> None:
         path = save_draft(tiny_draft(tiny_target(), num_layers=2), tmp_path / "draft")
         self.rename(path, rf"^layers\.1\.{norm}", "")
-        assert {name: self.of(path, name) for name in ENGINES} == {"hf": [], "sglang": [], "vllm": [], engine: [f"{engine}-upper-norm"]}
+        found = {name: self.of(path, name) for name in ENGINES if name != "llamacpp"}
+        assert found == {"hf": [], "sglang": [], "vllm": [], engine: [f"{engine}-upper-norm"]}
 
     def test_a_map_of_the_whole_vocabulary(self, draft: Path) -> None:
         tensors = load_file(draft / "model.safetensors")
         save_file({**tensors, "d2t": torch.zeros(50, dtype=torch.long)}, draft / "model.safetensors")
         assert self.of(draft, "vllm") == ["vllm-d2t"]
+
+    def test_a_rank_where_vllm_does_not_look(self, tmp_path: Path) -> None:
+        path = save_draft(tiny_draft(tiny_target(), "dspark"), tmp_path / "draft")
+        assert self.of(path, "vllm") == []
+        self.edit(path, markov_rank=None, dflash_config={"markov_rank": 256})
+        assert self.of(path, "vllm") == ["vllm-markov-rank"]
 
     @pytest.mark.parametrize("lacked", ["fc.bias", "norm.weight", "layers.0.input_layernorm.weight"])
     def test_what_vllm_s_eagle_knows_nothing_of(self, lacked: str, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
     ("eagle31", {}, "qwen2", ("one norm per aux state", "fed back", "model_type qwen2")),
     ("peagle", {}, "llama", ("P-EAGLE",)),
     ("dspark", {"markov_head_type": "rnn", "confidence_head_with_markov": False}, "llama", ("vanilla", "reads the token before")),
-    ("domino", {}, "llama", ("no such head",)),
+    ("domino", {}, "llama", ("projector_type",)),
     ("medusa", {}, "llama", ("no architecture",)),
     ("eagle3", {}, "deepseek_v3", ("latent attention",)),
 ]

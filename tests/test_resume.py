@@ -48,6 +48,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "qwen3": ("qwen3", {"head_dim": 8}),
     "generic": ("gemma", {"head_dim": 8}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 8}),
     "deepseek_v3": ("deepseek_v3", LATENT),
     "deepseek_v3_moe": ("deepseek_v3", LATENT),
 }
@@ -63,7 +64,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def test_every_adapter_is_tried() -> None:
-    assert {r.name for r in default_registry().registered if r.kind == "adapter" and r.distribution == "foredraft"} == set(TARGETS)
+    assert {r.name for r in default_registry().registered if r.kind == "adapter" and r.distribution == "foredraft"} == {*TARGETS, "streams"}
 
 
 QUICK = {

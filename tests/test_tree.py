@@ -217,7 +217,7 @@ class TestVerification:
         target(ids[:, :-1], past_key_values=cache)
         with AuxCapture(target, draft.config.aux_layers) as captured:
             kwargs = {"past_key_values": cache, "use_cache": True, "position_ids": torch.arange(4)[None]}
-            outputs = target(**decoding(target, draft, ids)._inputs(tree, {}, kwargs))
+            outputs = target(**decoding(target, draft, ids)._inputs(tree, 1, {}, kwargs))
             aux = captured.aux_BSA
             for row, path in enumerate(paths_of(tree)):
                 alone = target(torch.tensor([[*ids[0].tolist(), *path]]))
@@ -481,9 +481,10 @@ class TestErrors:
     def test_layers_that_cannot_branch(self, config: Any, layer: str) -> None:
         """Also behind a cache of the user's own that does not show it."""
         config._attn_implementation = "sdpa"
+        model: Any = SimpleNamespace(config=config, _is_stateful=False, _supports_default_dynamic_cache=lambda: True)
         for cache in (DynamicCache(config=config), DynamicCache()):
             with pytest.raises(ForedraftError, match=f"keeps states in {layer}"):
-                check_target(SimpleNamespace(config=config, _is_stateful=False), GenerationConfig(), {"past_key_values": cache}, tree=True)  # type: ignore[arg-type]
+                check_target(model, GenerationConfig(), {"past_key_values": cache}, tree=True)
 
     def test_drafters_without_trees(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(small_pair()[1].algorithm), "drafter", lambda *_: SimpleNamespace(propose=None))

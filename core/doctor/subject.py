@@ -158,8 +158,9 @@ class Subject(Opened):
     @property
     def single_feature(self) -> bool:
         """Whether this is an EAGLE-1 draft: fc brings one feature and the embedding together, the layers are ordinary ones."""
-        fc, q, hidden = self.shape("fc.weight"), self.shape("layers.0.self_attn.q_proj.weight"), self.hidden_size
-        return bool(fc and q and hidden and fc[-1] == 2 * hidden and q[-1] == hidden) and not self.prefix
+        fc, hidden = self.shape("fc.weight"), self.hidden_size
+        first = next(filter(None, (self.shape(f"layers.0.self_attn.{name}_proj.weight") for name in ("q", "q_a"))), None)
+        return bool(fc and first and hidden and fc[-1] == 2 * hidden and first[-1] == hidden) and not self.prefix
 
     @cached_property
     def aux_layers(self) -> Mapping[str, list[Any]]:

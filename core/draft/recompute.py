@@ -51,11 +51,12 @@ def by_rows(layer: nn.Module, run: Callable[[Tensor], Tensor], x_BQD: Tensor) ->
     if not (torch.is_grad_enabled() and layer.training and getattr(layer, "gradient_checkpointing", False)):
         return run(x_BQD)
 
-    def unless_again(x_BND: Tensor) -> Tensor:
-        return x_BND if any(isinstance(mode, _GiveBack) for mode in _get_current_dispatch_mode_stack()) else run(x_BND)
+    def unless_again(x_1ND: Tensor) -> Tensor:
+        return x_1ND if any(isinstance(mode, _GiveBack) for mode in _get_current_dispatch_mode_stack()) else run(x_1ND)
 
-    parts = [checkpoint(unless_again, x_BND, use_reentrant=False, preserve_rng_state=False) for x_BND in x_BQD.chunk(QUARTERS, dim=1)]
-    return torch.cat(parts, dim=1)
+    quarters = x_BQD.flatten(0, 1)[None].chunk(QUARTERS, dim=1)  # of the whole batch: a family's module may want to `view` them
+    parts = [checkpoint(unless_again, x_1ND, use_reentrant=False, preserve_rng_state=False) for x_1ND in quarters]
+    return torch.cat(parts, dim=1).view_as(x_BQD)
 
 
 class _Told:

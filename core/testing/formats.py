@@ -77,7 +77,10 @@ class FormatTests(Conformance):
             if other().refuses(case.draft.config.to_dict()):
                 continue
             config, names = other().write(case.draft, tensors, algorithm_of(tensors, shipped()), 3)
-            found = recognise(config, names, self.registry(form)).form.name
+            try:
+                found = recognise(config, names, self.registry(form)).form.name
+            except ForedraftError:  # its names are not what it takes them for
+                found = form.name
             assert found == other.name, f"what '{other.name}' writes is taken for '{found}': recognises() claims too much"
 
     @pytest.mark.parametrize(("size", "dtype"), [(None, torch.float32), (30, torch.bfloat16)], ids=["whole", "reduced-bfloat16"])
