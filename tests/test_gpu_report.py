@@ -12,8 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import gpu_report
 import kernel_times
 
+PARTS = [*(f"{name} 32" for name in gpu_report.STEPS), pytest.param("eagle3 32 compiled checkpointed", marks=pytest.mark.slow)]
 
-@pytest.mark.parametrize("part", [*(f"{name} 32" for name in gpu_report.STEPS), "eagle3 32 compiled checkpointed"])
+
+@pytest.mark.parametrize("part", PARTS)
 def test_steps(part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A cell, told as soon as it is there."""
     monkeypatch.setattr(gpu_report, "SHARES", (0.5,))
