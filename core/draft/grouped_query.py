@@ -91,22 +91,22 @@ class GroupedQueryDraft(BaseDraft):
     def shape(cls, target: PretrainedConfig) -> dict[str, Any]:
         """The target's own dimensions, without biases (engines' fused projections have none) and with the one activation they know."""
 
-        hidden, heads = target.hidden_size, _own(target, "num_attention_heads")
+        hidden, heads = target.hidden_size, field_of(target, "num_attention_heads")
         grouped = heads // (getattr(target, "num_key_value_groups", None) or 1)
-        head_dim = _own(target, "head_dim") or hidden // heads
+        head_dim = field_of(target, "head_dim") or hidden // heads
         rope = rope_of(target, head_dim)
         # Readers of transformers 4 look for the unscaled length beside the scaling, not in it.
         length = {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}
         return {
             **{name: value for name in SHARED if (value := getattr(target, name, None)) is not None},
-            **({"max_position_embeddings": longest} if (longest := _own(target, "max_position_embeddings")) else {}),
+            **({"max_position_embeddings": longest} if (longest := field_of(target, "max_position_embeddings")) else {}),
             "hidden_size": hidden,
-            "intermediate_size": _own(target, "intermediate_size") or 4 * hidden,
+            "intermediate_size": field_of(target, "intermediate_size") or 4 * hidden,
             "num_attention_heads": heads,
-            "num_key_value_heads": _own(target, "num_key_value_heads") or grouped,
+            "num_key_value_heads": field_of(target, "num_key_value_heads") or grouped,
             "head_dim": head_dim,
             "hidden_act": "silu",
-            "rms_norm_eps": _own(target, "rms_norm_eps") or ASSUMED["rms_norm_eps"],
+            "rms_norm_eps": field_of(target, "rms_norm_eps") or ASSUMED["rms_norm_eps"],
             "rope_parameters": rope,
             **length,
             "attention_bias": False,
@@ -117,8 +117,8 @@ class GroupedQueryDraft(BaseDraft):
     def assumed(cls, target: PretrainedConfig) -> list[str]:
         """What its config names under none of the known names, and an attention that is not the target's."""
         rope = _full_attention(getattr(target, "rope_parameters", None) or {})
-        named = {"rope_theta": rope.get("rope_theta") or _own(target, "rope_theta")}
-        named |= {name: _own(target, name) for name in ("intermediate_size", "rms_norm_eps")}
+        named = {"rope_theta": rope.get("rope_theta") or field_of(target, "rope_theta")}
+        named |= {name: field_of(target, name) for name in ("intermediate_size", "rms_norm_eps")}
         values = {**ASSUMED, "intermediate_size": 4 * target.hidden_size}
         latent = getattr(target, "kv_lora_rank", None)
         return [f"{name} {values[name]:g}: the target's config names none" for name, value in named.items() if value is None] + (
@@ -133,7 +133,7 @@ def rope_of(target: PretrainedConfig, head_dim: int) -> dict[str, Any]:
     SGLang switch at different moments, and cached keys keep the old ones.
     """
     rope = _full_attention(getattr(target, "rope_parameters", None) or {})
-    theta = float(rope.get("rope_theta") or _own(target, "rope_theta") or ASSUMED["rope_theta"])
+    theta = float(rope.get("rope_theta") or field_of(target, "rope_theta") or ASSUMED["rope_theta"])
     kind, short = rope.get("rope_type", "default"), rope.get("short_factor")
     partial = rope.get("partial_rotary_factor") or getattr(target, "partial_rotary_factor", None) or 1.0
     if kind not in SCALINGS or partial != 1.0 or (short and len(short) != head_dim // 2):
@@ -149,7 +149,7 @@ def _full_attention(rope: Mapping[str, Any]) -> Mapping[str, Any]:
     return rope.get("full_attention") or nested[0] if nested else rope
 
 
-def _own(target: Any, field: str) -> Any:
+def field_of(target: Any, field: str) -> Any:
     """A target's value of a field of ours, under any of its names; None if it has none. Where layers differ, the last one's."""
     last = target.per_layer_config[target.num_hidden_layers - 1] if getattr(target, "is_heterogeneous", False) else target
     value = next((v for name in NAMES[field] if (v := getattr(last, name, None)) is not None), None)
