@@ -133,12 +133,14 @@ def test_the_layers_start_from_what_they_multiply_by(packed: Any, dtype: torch.d
 
 TORCHAO: dict[str, Any] = {"default": {"_type": "Int8WeightOnlyConfig", "_data": {"version": 2}}}
 INT4: dict[str, Any] = {"_type": "IntxWeightOnlyConfig", "_data": {"version": 2, "weight_dtype": {"_type": "torch.dtype", "_data": "int4"}}}
+SAME = {"llm_int8_threshold": 0.0}
+"""With outliers apart, columns are told by all rows of a forward: numbers depend on its width, with any draft."""
 QUANTISERS: dict[str, tuple[str, dict[str, Any]]] = {
     "torchao int8": ("torchao", {"quant_type": TORCHAO}),
     "torchao int8, head": ("torchao", {"quant_type": TORCHAO, "include_input_output_embeddings": True}),
     "torchao int4": ("torchao", {"quant_type": {"default": INT4}}),
-    "bitsandbytes 8 bit": ("bitsandbytes", {"load_in_8bit": True}),
-    "bitsandbytes 8 bit, head": ("bitsandbytes", {"load_in_8bit": True, "llm_int8_skip_modules": []}),
+    "bitsandbytes 8 bit": ("bitsandbytes", {"load_in_8bit": True, **SAME}),
+    "bitsandbytes 8 bit, head": ("bitsandbytes", {"load_in_8bit": True, "llm_int8_skip_modules": [], **SAME}),
     "bitsandbytes nf4": ("bitsandbytes", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}),
 }
 
