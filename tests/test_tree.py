@@ -452,6 +452,15 @@ class TestOutputs:
         assert sum(stats[0].accepted) > 0
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_trees_of_drafts_that_read_the_final_state(steps: int) -> None:
+    """EAGLE-1's, with EAGLE-2's trees, and HASS's."""
+    target = tiny_target(eos_token_id=None)
+    draft, ids = tiny_draft(target, "eagle", ttt_steps=steps).eval(), torch.tensor([[5, 6, 7]])
+    settings = {"max_new_tokens": 16, "do_sample": False}
+    assert torch.equal(generate(target, draft, ids, tree=TreeShape(depth=3), **settings), target.generate(ids, **settings))
+
+
 class TestErrors:
     def refuse(self, match: str, **kwargs: Any) -> str:
         target, draft = small_pair()
