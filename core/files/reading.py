@@ -24,7 +24,8 @@ def most_tokens(config: Config) -> int | None:
     made, block = config.get("foredraft"), config.get("block_size")
     if isinstance(made, dict) and "max_tokens" in made:
         return made["max_tokens"]
-    return block - 1 if isinstance(block, int) and block > 1 else None
+    first = 0 if config.get("sample_from_anchor") is True else 1
+    return block - first if isinstance(block, int) and block > first else None
 
 
 MAX_JSON = 64 * 2**20
