@@ -65,8 +65,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """A predictable target, and a draft trained on its text: much is accepted, not all."""
     target = predictable_target()
     target.generation_config.eos_token_id = None
-    draft = tiny_draft(target, ttt_steps=3)
-    trainer_of(draft, target, tmp_path_factory.mktemp("pair"), written_rows(target, 12, 20), max_steps=30, logging_steps=30).train()
+    draft = tiny_draft(target, ttt_steps=5)
+    trainer_of(draft, target, tmp_path_factory.mktemp("pair"), written_rows(target, 16, 24), max_steps=40, logging_steps=40).train()
     return target, draft.eval()
 
 
@@ -118,7 +118,7 @@ class TestGreedy:
             ours = drafted(target, draft, PROMPT, max_new_tokens=new, num_draft_tokens=k, stats=stats)
             assert ours.tolist() == expected[:, : 2 + new].tolist()
         assert sum(stats.accepted) > 0.4 * sum(stats.drafted) > 0
-        assert k > 3 or stats.accepted[-1] > 0  # whole chains, as long as the draft was trained
+        assert stats.accepted[-1] > 0  # whole chains
         assert stats.tau > 1.5
 
     def test_what_is_accepted_and_what_is_not(self, pair: tuple[Any, Any]) -> None:
@@ -142,7 +142,7 @@ class TestGreedy:
     def test_a_draft_of_another_dtype(self, pair: tuple[Any, Any]) -> None:
         """Drafting in bfloat16 changes what is proposed, not what is said."""
         target, draft = pair
-        half = tiny_draft(target, ttt_steps=3).to(torch.bfloat16).eval()
+        half = tiny_draft(target, ttt_steps=5).to(torch.bfloat16).eval()
         half.load_state_dict(draft.state_dict())
         stats = DraftingStats()
         assert drafted(target, half, PROMPT, stats=stats).tolist() == plain(target, PROMPT).tolist()

@@ -147,6 +147,7 @@ def init(config: RunConfig, with_data: bool) -> str:
 
 
 def fresh_draft(config: RunConfig, target: PretrainedConfig) -> BaseDraft:
+    """A new draft as the run's settings describe it, for a target with this config."""
     return auto_draft(
         target,
         config.algorithm,
