@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from foredraft import ForedraftError, default_registry
 from foredraft.cli import app
 from foredraft.contracts.engine import Accepted
-from foredraft.decoding.served import parse_loads
 from foredraft.serving.metrics import parse_metrics
 
 VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -68,14 +67,12 @@ def test_errors(tmp_path: Path) -> None:
     prompts = tmp_path / "odd.jsonl"
     prompts.write_text('{"prompt": "fine"}\n{"prompt": "refuse"}\n')
     with serving() as stub:
-        for more, error in (
+        for more, *errors in (
             (["--base-url", stub.url], "answers 400"),
-            (["--base-url", stub.url, "--tree", "2,2,3"], "leave out --algorithm"),
-            (["--engine", "vllm"], "name both"),
-            ([], "whose draft"),
+            (["--engine", "vllm", "--tree", "2,2,3", "--dtype", "half"], "leave out --algorithm", "name both", "--dtype half: choose"),
+            (["--record", "--tree", "2"], "whose draft", "tree '2': expected", "who drafts", "none without --draft"),
+            (["--base-url", stub.url, "--concurrency", "1,many", "--prompts", "no.jsonl"], "numbers of requests", "no such file"),
         ):
             failed = CliRunner().invoke(app, ["eval", "--prompts", str(prompts), *more])
             assert isinstance(failed.exception, ForedraftError)
-            assert error in str(failed.exception)
-    with pytest.raises(ForedraftError, match="expected numbers of requests at once"):
-        parse_loads("1,many")
+            assert all(error in str(failed.exception) for error in errors), failed.exception

@@ -77,6 +77,12 @@ def show_keys(title: str, rows: "Iterable[tuple[str, str, str, str]]") -> None:
     Console().print(table)
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises `ForedraftError` for a name that is none."""
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ForedraftError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
+
+
 def load_target(name: str, dtype: str, loading: Loading, images: bool = False) -> "tuple[PreTrainedModel, Reader]":
     """The target, on the GPU if there is one and nothing else is asked for, and its tokenizer or, for `images`, its processor.
 
@@ -87,8 +93,7 @@ def load_target(name: str, dtype: str, loading: Loading, images: bool = False) -
 
     from ..target import loading as load
 
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ForedraftError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
+    check_dtype(dtype)
     logging.disable_progress_bar()
     tokenizer = load.load_tokenizer(name, loading, images)
     return load.load_target(name, dtype, loading, "cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

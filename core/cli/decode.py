@@ -2,13 +2,14 @@
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..contracts.loading import Rendering
-from ..errors import ForedraftError
+from ..errors import ForedraftError, gathering
 from .common import (
     BaseUrlOption,
     DraftTokensOption,
@@ -17,6 +18,7 @@ from .common import (
     EngineOption,
     StrictOption,
     TargetOption,
+    check_dtype,
     load_draft_for,
     load_target,
     loads_target,
@@ -24,6 +26,8 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..contracts.algorithm import DrafterBase
+    from ..decoding import TreeShape
+    from ..decoding.evaluate import Evaluation, Prompt
 
 DraftOption = Annotated[str | None, typer.Option("--draft", help="directory or hub id of the draft")]
 AlgorithmOption = Annotated[
@@ -56,16 +60,19 @@ def generate(
 
     from ..contracts.algorithm import tokens_to_draft
     from ..data import conversation_of, tokenizer_of
-    from ..decoding import DraftingStats, TreeShape
+    from ..decoding import DraftingStats
     from ..decoding import generate as run
     from ..decoding.evaluate import encode, sampling
     from ..decoding.generate import algorithm_and_draft
 
-    shape, found = TreeShape.parse(tree) if tree else None, _found(draft, algorithm, options)
+    problems: list[str] = []
+    found, shape = _chosen(draft, algorithm, options, tree, dtype, problems)
+    _raise(problems)
     asked = conversation_of({"prompt": prompt, **({"images": image} if image else {})})
     model, reader = load_target(target, dtype, loading, bool(image))
     tokenizer = tokenizer_of(reader)
     drafter = load_draft_for(found, model) if isinstance(found, Path) else found
+    assert drafter is not None
     chain = tokens_to_draft(num_draft_tokens, algorithm_and_draft(drafter)[0].max_tokens)
     inputs: dict[str, Any] = encode(reader, asked, model.device)
     ids = inputs["input_ids"]
@@ -120,71 +127,124 @@ def evaluate(
 
     In this process, or where the draft serves: `--engine` starts the engine's server with and without it, `--base-url` asks one that runs.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from ..decoding import TreeShape, load_prompts
-    from ..decoding import evaluate as run
     from ..decoding.evaluate import have_images
-    from ..decoding.report import demand_identical, plot_acceptance, table
-    from ..files.ours import record as note
-    from ..files.writing import write_text
+    from ..decoding.served import parse_loads
+    from .served import Asked, evaluate_served
 
-    served = engine is not None or base_url is not None
-    if served and (algorithm or options or tree or record):
-        raise ForedraftError("a server is measured with its own --draft: leave out --algorithm and its options, --tree and --record")
-    if target is None and not served:
-        raise ForedraftError("whose draft? Pass --target DIRECTORY, or --base-url of a server")
-    found = None if served and draft is None else _found(draft, algorithm, options)
-    if record and draft is None:
-        raise ForedraftError("--record notes τ in a draft's config.json: there is none without --draft")
-    if record and not Path(str(draft)).exists():
-        raise ForedraftError(f"--record: '{draft}' is on the hub, and τ is noted in a directory: `hf download {draft} --local-dir DIR`")
-    questions = {file.stem: load_prompts(file, limit, strict=strict) for file in prompts}
-    if len(questions) < len(prompts):
-        raise ForedraftError(f"prompt files are told apart by their names, found {', '.join(str(file) for file in prompts)}")
-    seeing = any(map(have_images, questions.values()))
-    if seeing and served:
-        raise ForedraftError("the prompts have images, which are not sent to servers: leave engine and base_url out")
+    loads, served, problems = [1], engine is not None or base_url is not None, list[str]()
     if served:
-        from .served import Asked, evaluate_served
-
-        given = found if isinstance(found, Path) else None
-        how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        where = (target, given, engine, base_url, engine_arguments, concurrency)
+        with gathering(problems):
+            loads = parse_loads(concurrency)
+        if algorithm or options or tree or record:
+            problems.append("a server is measured with its own --draft: leave out --algorithm and its options, --tree and --record")
+        if engine is not None and (target is None or draft is None):
+            problems.append("--engine starts a server for --target and --draft: name both; --base-url measures one that runs")
+    elif target is None:
+        problems.append("whose draft? Pass --target DIRECTORY, or --base-url of a server")
+    found, shape = _chosen(draft, *(None, None) if served else (algorithm, options), tree, dtype, problems, needed=not served)
+    problems += _unrecordable(draft) if record and not served else []
+    questions = _questions(prompts, limit, strict, problems)
+    if (seeing := any(map(have_images, questions.values()))) and served:
+        problems.append("the prompts have images, which are not sent to servers: leave engine and base_url out")
+    _raise(problems)
+    how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    if served:
+        where = (target, found if isinstance(found, Path) else None, engine, base_url, engine_arguments, loads)
         evaluate_served(Asked(*where, **how, dtype=dtype, baseline=baseline, ours=ours, loading=loading), questions, out)
         return
-    shape = TreeShape.parse(tree) if tree else None
-    model, tokenizer = load_target(str(target), dtype, loading, seeing)
-    assert found is not None
+    model, reader = load_target(str(target), dtype, loading, seeing)
     drafter = load_draft_for(found, model) if isinstance(found, Path) else found
+    results = _measured(model, drafter, reader, questions, tree=shape, baseline=baseline, **how)
+    for name, result in results.items():
+        result.settings |= {"prompts": name, **loading.model_dump(include={"chat_template", "template_kwargs"}, exclude_none=True)}
+    _tell(results, out, found if record else None)
+
+
+def _tell(results: "Mapping[str, Evaluation]", out: Path | None, draft: "Path | DrafterBase | None") -> None:
+    """On the terminal, as JSON and a plot, and in the config of `draft`. Raises `ForedraftError` where the draft changed the output."""
+    from rich.console import Console
+
+    from ..decoding.report import demand_identical, plot_acceptance, table
+    from ..files.ours import record
+    from ..files.writing import write_text
+
     console = Console()
-    results = {}
-    with Progress(console=console) as bar:
-        for name, asked in questions.items():
-            task = bar.add_task(name, total=len(asked))
-            results[name] = run(
-                model,
-                drafter,
-                tokenizer,
-                asked,
-                num_draft_tokens=num_draft_tokens,
-                tree=shape,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                baseline=baseline,
-                progress=lambda n, stats, task=task, name=name: bar.update(task, completed=n, description=f"{name}  τ {stats.tau:.2f}"),
-            )
-            template = loading.model_dump(include={"chat_template", "template_kwargs"}, exclude_none=True)
-            results[name].settings |= {"prompts": name, **template}
     console.print(table(results))
     if out is not None:
         write_text(out, json.dumps({name: result.to_dict() for name, result in results.items()}, indent=2))
         plot_acceptance(results, out.with_suffix(".png"))
         console.print(f"written: {out} and {out.with_suffix('.png')}")
-    if record and isinstance(found, Path):
-        note(found, {name: {"tau": round(result.tau, 3), **result.settings} for name, result in results.items()})
+    if isinstance(draft, Path):
+        record(draft, {name: {"tau": round(result.tau, 3), **result.settings} for name, result in results.items()})
     demand_identical(results)
+
+
+def _measured(model: Any, drafter: Any, reader: Any, questions: "Mapping[str, list[Prompt]]", **how: Any) -> "dict[str, Evaluation]":
+    """What each prompt set gives in this process, with a bar for each."""
+    from rich.progress import Progress
+
+    from ..decoding import evaluate as run
+
+    results = {}
+    with Progress() as bar:
+        for name, asked in questions.items():
+            task = bar.add_task(name, total=len(asked))
+
+            def show(n: int, stats: Any, task: Any = task, name: str = name) -> None:
+                bar.update(task, completed=n, description=f"{name}  τ {stats.tau:.2f}")
+
+            results[name] = run(model, drafter, reader, asked, progress=show, **how)
+    return results
+
+
+def _questions(files: list[Path], limit: int | None, strict: bool, problems: list[str]) -> "dict[str, list[Prompt]]":
+    """The prompts of each file, by its name; adds to `problems` what keeps them from being asked."""
+    from ..decoding import load_prompts
+
+    questions = {}
+    for file in files:
+        with gathering(problems):
+            questions[file.stem] = load_prompts(file, limit, strict=strict)
+    if len({file.stem for file in files}) < len(files):
+        problems.append(f"prompt files are told apart by their names, found {', '.join(map(str, files))}")
+    return questions
+
+
+def _unrecordable(draft: str | None) -> list[str]:
+    """Why τ cannot be noted in the draft."""
+    if draft is None:
+        return ["--record notes τ in a draft's config.json: there is none without --draft"]
+    if not Path(draft).exists():
+        return [f"--record: '{draft}' is on the hub, and τ is noted in a directory: `hf download {draft} --local-dir DIR`"]
+    return []
+
+
+def _chosen(
+    draft: str | None,
+    algorithm: str | None,
+    options: list[str] | None,
+    tree: str | None,
+    dtype: str,
+    problems: list[str],
+    needed: bool = True,
+) -> "tuple[Path | DrafterBase | None, TreeShape | None]":
+    """Who drafts, in which shape; adds to `problems` what is wrong with that. Where none is `needed`, a named draft is found."""
+    from ..decoding import TreeShape
+
+    found, shape = None, None
+    with gathering(problems):
+        check_dtype(dtype)
+    with gathering(problems):
+        shape = TreeShape.parse(tree) if tree else None
+    if needed or draft is not None:
+        with gathering(problems):
+            found = _found(draft, algorithm, options)
+    return found, shape
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ForedraftError("\n".join(problems))
 
 
 def _found(draft: str | None, algorithm: str | None, options: list[str] | None) -> "Path | DrafterBase":

@@ -20,7 +20,8 @@ class Asked:
     engine: str | None
     base_url: str | None
     engine_arguments: str | None
-    concurrency: str
+    loads: list[int]
+    """How many requests at once, in turn."""
     num_draft_tokens: int | None
     max_new_tokens: int
     temperature: float
@@ -34,12 +35,11 @@ def evaluate_served(asked: Asked, questions: Mapping[str, list[Any]], out: Path 
     """Measure a server that runs, or an engine with and without the draft; print, and write JSON and a plot."""
     from rich.console import Console
 
-    from ..decoding.served import Served, measure, parse_loads, plot_served, served_table
+    from ..decoding.served import Served, measure, plot_served, served_table
     from ..files.writing import write_text
     from ..registry import default_registry
     from ..serving import Server, running_engine
 
-    loads = parse_loads(asked.concurrency)
     engine = default_registry().engine(asked.engine)() if asked.engine else None
     requests: dict[str, Any] = {"max_tokens": asked.max_new_tokens, "temperature": asked.temperature}
     settings = {"engine": asked.engine or asked.base_url, **requests}
@@ -49,7 +49,7 @@ def evaluate_served(asked: Asked, questions: Mapping[str, list[Any]], out: Path 
     def at(url: str) -> dict[str, Any]:
         server = Server(url, retries=0)
         counting = engine or _told_by_counters(server.root)
-        return {name: measure(server, counting, prompts, loads, **requests) for name, prompts in questions.items()}
+        return {name: measure(server, counting, prompts, asked.loads, **requests) for name, prompts in questions.items()}
 
     if asked.base_url is not None:
         results = {name: Served(found, settings=settings) for name, (found, _) in at(asked.base_url).items()}
@@ -71,9 +71,8 @@ def evaluate_served(asked: Asked, questions: Mapping[str, list[Any]], out: Path 
     console.print(served_table(results))
     for name, result in results.items():
         if result.identical is not None:
-            console.print(
-                f"{name}: {result.identical} of {max(len(questions[name]), 2 * loads[0])} answers are the same with and without the draft"
-            )
+            answers = max(len(questions[name]), 2 * asked.loads[0])
+            console.print(f"{name}: {result.identical} of {answers} answers are the same with and without the draft")
     if out is not None:
         write_text(out, json.dumps({name: result.to_dict() for name, result in results.items()}, indent=2))
         plot_served(results, out.with_suffix(".png"))
@@ -84,8 +83,8 @@ def _commands(asked: Asked, engine: Any) -> tuple[list[str], list[str]]:
     """(the server of the target alone, the one with the draft)."""
     from ..formats.serving import serve_commands
 
-    if asked.target is None or asked.draft is None:
-        raise ForedraftError("--engine starts a server for --target and --draft: name both; --base-url measures one that runs")
+    assert asked.target is not None
+    assert asked.draft is not None
     plain = engine.server(asked.target)
     if plain is None:
         raise ForedraftError(f"engine '{asked.engine}' has no server: leave --engine out, and transformers is measured")
