@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import ForedraftError, printable
-from . import capture, data, decode, doctor, formats, inspect, new, plan, report, train
+from . import capture, compare, data, decode, doctor, formats, inspect, new, plan, report, train
 
 app = typer.Typer(
     name="foredraft",
@@ -27,6 +27,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "init": train.init,
     "generate": decode.generate,
     "eval": decode.evaluate,
+    "compare": compare.compare,
     "serve-command": formats.serve,
     "doctor": doctor.doctor,
     "preview": data.preview,

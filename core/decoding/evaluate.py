@@ -40,6 +40,10 @@ class Evaluation:
     """Prompts whose greedy output equals plain decoding's; None when sampling or without the baseline."""
     different: list[int]
     """The other prompts, by number."""
+    draft_ms: float = 0.0
+    """Of a round of drafting, on average."""
+    pass_ms: float = 0.0
+    """Of the target's pass that verifies it."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -137,6 +141,8 @@ def evaluate(
         plain_tokens_per_second=plain.per_second if baseline else None,
         identical=len(prompts) - len(different) if baseline and not temperature else None,
         different=different,
+        draft_ms=1000 * stats.drafting / max(1, stats.passes),
+        pass_ms=1000 * stats.verifying / max(1, stats.passes),
         settings={
             "algorithm": algorithm.name,
             "shape": str(tree or "chain"),

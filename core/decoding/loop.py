@@ -1,5 +1,6 @@
 """The decoding loop: what a drafter proposes (a chain, a block or a tree) is verified in one pass of the target."""
 
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,15 +70,17 @@ class DecodingLoop:
             cache.keep(outputs, rows, input_ids.shape[1], 0)
             while not finished:
                 kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=len(rows))
+                began = time.perf_counter()
                 drafted, reach = self._propose(torch.empty(1, len(seen), 0) if captured is None else captured.aux_BSA[:, seen])
                 if (fed := self.ids.shape[1] - cache.length) > MOST_REPLAYED:
                     drafted, reach = DraftTree([], []), 0
+                proposed = time.perf_counter()
                 if drafted.tokens:
                     cache.before()
                 outputs = model(**self._inputs(drafted, fed, outputs, kwargs), return_dict=True)
                 rows, finished = self._follow(drafted, outputs)
                 cache.keep(outputs, rows, fed, len(drafted.tokens))
-                self.stats.add(reach, len(rows) - 1)
+                self.stats.add(reach, len(rows) - 1, proposed - began, time.perf_counter() - proposed)
                 seen = [fed - 1 + row for row in rows]
         if self.streamer is not None:
             self.streamer.end()
@@ -234,11 +237,17 @@ class DraftingStats:
     """How often position i (from 0) was drafted; of trees, how often one might have been that deep."""
     accepted: list[int] = field(default_factory=list)
     """How often it was accepted."""
+    drafting: float = 0.0
+    """Seconds in which drafts were made."""
+    verifying: float = 0.0
+    """Seconds of the target's passes, up to where the tokens that follow are known: so the time of a device is in them, too."""
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """One verification: so many drafted (of a tree, the depth it might have), so many of them accepted."""
+    def add(self, drafted: int, accepted: int, drafting: float = 0.0, verifying: float = 0.0) -> None:
+        """One verification: so many drafted (of a tree, the depth it might have), so many of them accepted, in so many seconds."""
         self.emitted += accepted + 1
         self.passes += 1
+        self.drafting += drafting
+        self.verifying += verifying
         for counts, count in ((self.drafted, drafted), (self.accepted, accepted)):
             counts.extend([0] * (drafted - len(counts)))
             for i in range(count):

@@ -1,9 +1,11 @@
 """Evaluations as a table and as a picture."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ForedraftError
 from .evaluate import Evaluation
@@ -57,6 +59,103 @@ def plot_acceptance(results: Mapping[str, Evaluation], file: str | Path) -> None
     axis.set(xlabel="drafted position", ylabel="share of drafts accepted up to here", ylim=(0, 1), title=f"acceptance, {shape}")
     axis.grid(alpha=0.3)
     axis.legend()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+@dataclass
+class Row:
+    """One draft of a comparison: what it is, and what was measured by prompt set."""
+
+    draft: str
+    """A digest of its weights and options."""
+    algorithm: str
+    parameters: int = 0
+    """Trained ones."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """`steps` and `seconds`, where its run noted them."""
+    results: dict[str, Evaluation] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {**vars(self), "results": {name: result.to_dict() for name, result in self.results.items()}}
+
+    @classmethod
+    def from_dict(cls, said: Mapping[str, Any]) -> "Row":
+        """What `to_dict` gave."""
+        names = [f.name for f in fields(Evaluation)]
+        results = {name: Evaluation(**{key: result[key] for key in names}) for name, result in said["results"].items()}
+        return cls(**{**said, "results": results})
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Per position, the mean over the prompt sets."""
+        return [fmean(a for a in at if a is not None) for at in zip_longest(*(r.acceptance for r in self.results.values()))]
+
+    @property
+    def speedup(self) -> float | None:
+        """The mean over the prompt sets; None without a baseline."""
+        found = [r.speedup for r in self.results.values() if r.speedup]
+        return fmean(found) if found else None
+
+
+def tabulated(rows: Mapping[str, Row]) -> str:
+    """Drafts side by side, a line each, in Markdown; figures that stand for several prompt sets are means over them."""
+    sets = list(next(iter(rows.values())).results)
+    some = next(iter(rows.values())).results[sets[0]]
+    title = (
+        f"Prompts: {', '.join(f'{name} ({r.prompts})' for name, r in next(iter(rows.values())).results.items())}. Temperature "
+        f"{some.settings['temperature']:g}, at most {some.settings['max_new_tokens']} new tokens, {some.settings['dtype']} on "
+        f"{some.settings['device']}, {some.settings['threads']} threads. Speed-ups are against plain decoding beside each draft."
+    )
+    columns = ["draft", "algorithm", "drafted", "parameters", "training", *(f"τ {name}" for name in sets), "τ", "accepted per position"]
+    columns += ["a round of drafting", "tokens/s", "speed-up", "same text"]
+    lines = [columns, ["---"] * len(columns), *([name, *_cells(row, sets)] for name, row in rows.items())]
+    return f"{title}\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def _cells(row: Row, sets: Sequence[str]) -> list[str]:
+    results = list(row.results.values())
+    drafting, verifying = (fmean(getattr(r, name) for r in results) for name in ("draft_ms", "pass_ms"))
+    same = [r.identical for r in results if r.identical is not None]
+    seconds = row.training.get("seconds")
+    return [
+        row.algorithm,
+        f"{results[0].settings['num_draft_tokens']}",
+        f"{row.parameters / 1e6:.1f} M",
+        f"{seconds / 60:.1f} min, {row.training['steps']} steps" if seconds else "-",
+        *(f"{row.results[name].tau:.2f}" if name in row.results else "" for name in sets),
+        f"{fmean(r.tau for r in results):.2f}",
+        " ".join(f"{a:.2f}" for a in row.acceptance),
+        f"{drafting:.2f} ms, {drafting / verifying if verifying else 0:.2f} of a pass",
+        f"{fmean(r.tokens_per_second for r in results):.1f}",
+        f"{row.speedup:.2f}×" if row.speedup else "-",
+        f"{sum(same)}/{sum(r.prompts for r in results)}" if same else "-",
+    ]
+
+
+def plot_comparison(rows: Mapping[str, Row], file: str | Path) -> None:
+    """τ and speed-up of each draft, and acceptance per position, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (bars, speed, lines) = plt.subplots(1, 3, figsize=(14, 1.5 + max(2.5, 0.4 * len(rows))), constrained_layout=True)
+    names = list(rows)
+    bars.barh(names, [fmean(r.tau for r in row.results.values()) for row in rows.values()], color="C0")
+    bars.set(title="τ", xlim=(1, None))
+    speed.barh(names, [row.speedup or 0 for row in rows.values()], color="C1")
+    speed.axvline(1, color="black", linewidth=0.8)
+    speed.set(title="speed-up")
+    for axis in (bars, speed):
+        axis.invert_yaxis()
+        axis.grid(alpha=0.3, axis="x")
+    for name, row in rows.items():
+        lines.plot(range(1, len(row.acceptance) + 1), row.acceptance, "o-", label=name, markersize=4)
+    lines.set(title="share of drafts accepted up to here", xlabel="drafted position", ylim=(0, 1))
+    lines.grid(alpha=0.3)
+    lines.legend(fontsize=7)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 

@@ -23,6 +23,21 @@ class SeedByEpoch(TrainerCallback):
             collate.epoch = int(state.epoch or 0)
 
 
+class Stopwatch(TrainerCallback):
+    """Writes the seconds of training so far, those before a resume included, into every entry of the history."""
+
+    began: float | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the checkpoint is loaded."""
+        self.began = time.monotonic() - max((log.get("seconds", 0.0) for log in state.log_history), default=0.0)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The newest entry."""
+        if self.began is not None:
+            state.log_history[-1]["seconds"] = round(time.monotonic() - self.began, 2)
+
+
 class AsAskedNow(TrainerCallback):
     """A resumed training logs, saves and evaluates as it is asked to now, and its learning rate is that of a run of its length now.
 

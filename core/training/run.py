@@ -97,6 +97,8 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
     finished, state = Path(config.output_dir) / "draft", trainer.state_dict()
     if trainer.is_world_process_zero():
         history = trainer.state.log_history
+        seconds = max((log.get("seconds", 0.0) for log in history), default=0.0)
+        draft.config.foredraft["training"] = {"steps": trainer.state.global_step, "seconds": seconds}
         write_text(
             finished.parent / "training.json", json.dumps({"run": config.model_dump(), "start": started, "history": history}, indent=1)
         )

@@ -28,7 +28,7 @@ from .alone import alone_in
 from .borrowing import Borrow
 from .defaults import DraftTrainingArguments
 from .inputs import check_rows
-from .progress import AsAskedNow, DraftPrinter, DraftProgress, SeedByEpoch
+from .progress import AsAskedNow, DraftPrinter, DraftProgress, SeedByEpoch, Stopwatch
 from .ready import check_ready
 from .resume import latest_complete
 from .sharding import local, shard, share_out_state, whole
@@ -97,6 +97,7 @@ class DraftTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self._stop = StopOnSignal(self.accelerator)
         self.add_callback(SeedByEpoch)
+        self.add_callback(Stopwatch)
         self.add_callback(AsAskedNow)
         self.add_callback(self._stop)
         self._borrow = Borrow(self.target.model, torch.bfloat16 if self.args.bf16 else None)

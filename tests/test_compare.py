@@ -1,0 +1,130 @@
+"""`foredraft compare`: drafts that are trained or there, and lookup; what is wrong is told first, what is done is kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rigged import letter_tokenizer, predictable_target
+from typer.testing import CliRunner
+
+import foredraft.decoding
+from foredraft import ForedraftError, evaluate
+from foredraft.cli import app
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a target, what it answers, prompts and two runs; commands run in it."""
+    monkeypatch.chdir(tmp_path)
+    target = predictable_target(wobble=0.3)
+    target.save_pretrained("target")
+    letter_tokenizer().save_pretrained("target")
+    chats = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": "ovCJQbipwD"}]} for q in ("ho", "v", "hov", "o")
+    ]
+    Path("chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    for name, asked in (("first", ("ho", "ovCJQbipwDKRcjqx")), ("second", ("pw",))):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+    for algorithm, options in (("eagle3", {"ttt_steps": 2}), ("medusa", {"num_heads": 2})):
+        training = {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+        run = {"target": "target", "algorithm": algorithm, "options": options, "output_dir": f"runs/{algorithm}", "training": training}
+        Path(f"{algorithm}.yaml").write_text(yaml.safe_dump({**run, "data": {"train": "chat.jsonl", "max_length": 64}}))
+    return tmp_path
+
+
+def compare(*words: Any) -> Any:
+    found = CliRunner().invoke(app, ["compare", *map(str, words), "--prompts", "first.jsonl", "--prompts", "second.jsonl"])
+    if found.exception and not isinstance(found.exception, SystemExit):
+        raise found.exception
+    return found.output
+
+
+def test_an_interrupted_comparison_goes_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def ending(target: Any, draft: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(getattr(draft, "algorithm", draft).name)
+        if len(calls) == 4:
+            raise InterruptedError
+        return evaluate(target, draft, *args, **kwargs)
+
+    monkeypatch.setattr(foredraft.decoding, "evaluate", ending)
+    monkeypatch.setattr("foredraft.training.run.plot_training", lambda *_: None)
+    named = ("eagle3.yaml", "medusa.yaml", "prompt_lookup", "--max-new-tokens", 12, "--dtype", "float32")
+    with pytest.raises(InterruptedError):
+        compare(*named)
+    before = json.loads(Path("comparison/comparison.json").read_text())["rows"]
+    assert {name: list(row["results"]) for name, row in before.items()} == {"eagle3": ["first", "second"], "medusa": ["first"]}
+
+    told = compare(*named)
+    assert calls == ["eagle3", "eagle3", "medusa", "medusa", "medusa", "prompt_lookup", "prompt_lookup"]
+    assert told.count("is finished: train longer") == 2
+    assert told.count("measured before") == 3
+    rows = json.loads(Path("comparison/comparison.json").read_text())["rows"]
+    assert rows["eagle3"] == before["eagle3"]
+    assert rows["eagle3"]["training"]["steps"] == 2
+    assert rows["eagle3"]["training"]["seconds"] > 0
+    assert rows["eagle3"]["parameters"] > rows["prompt_lookup"]["parameters"] == 0
+    for row in rows.values():
+        for result in row["results"].values():
+            assert result["identical"] == result["prompts"]
+            assert 0 < result["draft_ms"] < 1000
+            assert 0 < result["pass_ms"] < 1000
+            assert result["speedup"] > 0
+    table = Path("comparison/comparison.md").read_text()
+    assert table in told.replace("\r", "")
+    lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    assert [line[0] for line in lines[2:]] == ["| eagle3", "| medusa", "| prompt_lookup"]
+    assert {len(line) for line in lines} == {14 - 1}
+    assert lines[4][-1] == "3/3 |"
+    assert Path("comparison/comparison.png").read_bytes().startswith(b"\x89PNG")
+
+    with pytest.raises(ForedraftError, match=r"(?s)another comparison.*max_new_tokens: 12 then, 8 now.*medusa: is there, and not"):
+        compare("eagle3.yaml", "prompt_lookup", "--max-new-tokens", 8)
+    monkeypatch.setattr("foredraft.decoding.report.plot_comparison", lambda *_: None)
+    # A draft that is there, by its run's directory; it is the same as in the run above.
+    assert "| eagle3 | eagle3 | 4 |" in compare(
+        "runs/eagle3", "--target", "target", "--out", "other", "--max-new-tokens", 4, "--no-baseline"
+    )
+
+
+def test_all_that_is_wrong_is_told_first(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.training.run.train", None)
+    run = yaml.safe_load(Path("medusa.yaml").read_text())
+    for name, more in {
+        "bad": {"trainign": {}},
+        "nodata": {"data": {"train": "none.jsonl"}, "hidden_states_cache": "states", "output_dir": "runs/nodata"},
+        "stored": {"algorithm": "eagle3", "options": {}, "hidden_states_cache": "states", "output_dir": "runs/stored"},
+        "elsewhere": {"target": "other", "output_dir": "runs/elsewhere"},
+    }.items():
+        Path(f"{name}.yaml").write_text(yaml.safe_dump({**run, **more}))
+    Path("twice").mkdir()
+    Path("twice/medusa.yaml").write_text(Path("medusa.yaml").read_text())
+    Path("runs").mkdir()
+    named = (
+        "medusa.yaml",
+        "bad.yaml",
+        "nodata.yaml",
+        "stored.yaml",
+        "elsewhere.yaml",
+        "twice/medusa.yaml",
+        "runs",
+        "lookup",
+        "prompt_lookup",
+    )
+    with pytest.raises(ForedraftError) as raised:
+        compare(*named, "--num-draft-tokens", 5)
+    for told in (
+        "unknown option 'trainign'; did you mean 'training'?",
+        "'none.jsonl': no such file",
+        "drafts are compared with one target, found other, target",
+        "two are called 'medusa'",
+        "'runs' holds no config.json",
+        "'lookup' is no run file (.yaml), no directory of a draft, and no algorithm",
+        "medusa: 5 tokens were asked for; this draft makes 2 at once",
+        "is shared by runs that read other states, give them their own",
+    ):
+        assert told in str(raised.value), told
+    assert not list(Path("runs").iterdir())
