@@ -24,7 +24,7 @@ SLOW = ("lfm2_moe", "rwkv", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp",
 SLOW += ("granitemoehybrid", "olmo_hybrid", "lfm2", "nemotron_h", "deepseek_v4", "glm5_next", "zaya", "mamba2")
 FAMILIES = [*FAST, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
 ONE_BY_ONE = ("mamba", "jamba", "falcon_mamba", "zamba", "recurrent_gemma")
-TRAINED = sorted({*FAST, *SLOW, *ONE_BY_ONE} - {"rwkv", "mamba", "falcon_mamba"})
+TRAINED = sorted({*FAST, *SLOW, *ONE_BY_ONE} - {"zamba2", "rwkv", "mamba", "falcon_mamba"})
 IDS = torch.tensor([[3, 9, 4, 3, 9, 4, 8, 5]])
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 24}
 
@@ -70,9 +70,7 @@ def test_whatever_is_accepted_the_text_is_the_targets(family: str) -> None:
         assert torch.equal(generate(model, Oracle(sample, wrong), IDS, num_draft_tokens=3, **sampling), sample)
 
 
-@pytest.mark.parametrize(
-    "family", ["zamba2", *(pytest.param(family, marks=pytest.mark.slow) for family in (*FAST[1:], *SLOW, *ONE_BY_ONE))]
-)
+@pytest.mark.parametrize("family", ["zamba2", *(pytest.param(family, marks=pytest.mark.slow) for family in TRAINED)])
 @torch.no_grad()
 def test_packed_documents_do_not_see_each_other(family: str) -> None:
     """Positions tell recurrent layers nothing: they see a document a row, and so each one's states are those of the document alone."""
@@ -84,8 +82,8 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
     signal = target.capture(batch)
     for row, start, end in ((0, 0, 5), (0, 5, 15), (1, 0, 6)):
         alone = target.capture({"input_ids": batch["input_ids"][row : row + 1, start:end], "positions": torch.arange(end - start)[None]})
-        assert_close(signal.aux_BSA[row : row + 1, start:end], alone.aux_BSA, rtol=1e-4, atol=1e-4)
-        assert_close(signal.hidden_BST[row : row + 1, start:end], alone.hidden_BST, rtol=1e-4, atol=1e-4)
+        assert_close(signal.aux_BSA[row : row + 1, start:end], alone.aux_BSA, rtol=1e-4, atol=1e-4 * float(alone.aux_BSA.abs().max()))
+        assert_close(signal.hidden_BST[row : row + 1, start:end], alone.hidden_BST, rtol=1e-4, atol=3e-4)
 
 
 class TestReplay:

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import CONFIG_MAPPING
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
-from vision import FAMILIES, picture
+from vision import FAMILIES, WITH_TORCHVISION, picture
 
 from foredraft import Target, auto_draft, evaluate, generate, pack, save_draft
 from foredraft.adapters.generic import GenericDraft
@@ -47,7 +47,9 @@ QUICK = ("llava", "qwen2_5_vl")
 @pytest.fixture
 def seeing(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     """A target that sees, its processor, and two conversations with images beside one without."""
-    model, reader = FAMILIES[request.param]()
+    if request.param in WITH_TORCHVISION:
+        pytest.importorskip("torchvision")
+    model, reader = {**FAMILIES, **WITH_TORCHVISION}[request.param]()
     model.generation_config.eos_token_id = None
     red, blue = picture((255, 0, 0), 48, 32), picture((0, 0, 255))
     one = [{"role": "user", "content": [{"type": "image", "image": red}, "which?"]}, {"role": "assistant", "content": "it is red"}]
@@ -59,7 +61,11 @@ def seeing(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     return model, reader, Conversations([one, chat("why?", "the answer"), two])
 
 
-@pytest.mark.parametrize("seeing", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES], indirect=True)
+@pytest.mark.parametrize(
+    "seeing",
+    [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in (*FAMILIES, *WITH_TORCHVISION)],
+    indirect=True,
+)
 def test_images_are_read_trained_on_and_decoded_with(seeing: tuple[Any, Any, Any], tmp_path: Path) -> None:
     model, reader, conversations = seeing
     rows = pack(conversations, reader, 256)
@@ -81,7 +87,8 @@ def test_images_are_read_trained_on_and_decoded_with(seeing: tuple[Any, Any, Any
     signal = target.capture(batch)
     count = int((batch["documents"][2] >= 0).sum())
     with torch.no_grad():
-        whole = model(input_ids=batch["input_ids"][2:, :count], **batch["pixels"][2], output_hidden_states=True)
+        read = {name: t.float() if t.is_floating_point() else t for name, t in batch["pixels"][2].items()}
+        whole = model(input_ids=batch["input_ids"][2:, :count], **read, output_hidden_states=True)
     states = torch.cat([whole.hidden_states[i] for i in draft.config.aux_layers], dim=-1)
     assert_close(signal.aux_BSA[2:, :count], states)
     assert_close(target.head(signal.hidden_BST[2, :count]), whole.logits[0])
@@ -100,7 +107,7 @@ def test_images_are_read_trained_on_and_decoded_with(seeing: tuple[Any, Any, Any
 
     trained = positions_of(draft, lambda: draft(batch, signal)["loss"].backward())
     assert all(p.grad is not None and p.grad.isfinite().all() for p in draft.parameters() if p.requires_grad)
-    prompt = encode(reader, conversations[2][:3])
+    prompt = encode(reader, conversations[2][:3], model)
     told = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     texts: list[Any] = []
     decoded = positions_of(draft, lambda: texts.append(generate(model, draft.eval(), **prompt, **told)))

@@ -1,6 +1,9 @@
 """Tiny random targets that see, and their processors, by family."""
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -42,8 +45,9 @@ def model_of(family: str, text: dict[str, Any], vision: dict[str, Any], seed: in
     """A random model of a family, of these sizes beside those of `compatibility`."""
     whole = CONFIG_MAPPING[family]()
     parts = {}
-    for name in type(whole).sub_configs:
-        part = getattr(whole, name)
+    for name, own_class in type(whole).sub_configs.items():
+        if (part := getattr(whole, name) or (own_class() if name == "vision_config" else None)) is None:
+            continue
         sizes, own = (SMALL, text) if part is whole.get_text_config() else (SENSES, vision)
         known = {*dir(part), *part.attribute_map, *part.to_dict()} - {"sliding_window"}
         parts[name] = {"model_type": part.model_type, **{n: v for n, v in sizes.items() if n in known}, **own}
@@ -52,13 +56,21 @@ def model_of(family: str, text: dict[str, Any], vision: dict[str, Any], seed: in
     return auto_class(config).from_config(config, dtype=torch.float32).eval()
 
 
-def reader_of(name: str, images: Any, tokenizer: Any, **told: Any) -> Any:
-    """A processor of transformers without the one of videos that most have, which needs torchvision."""
+def reader_of(own: Any, images: Any, tokenizer: Any, **told: Any) -> Any:
+    """A processor of transformers, by class or name, without the one of videos that most have, which needs torchvision."""
     import transformers
 
-    own = getattr(transformers, name)
-    kind = type(name, (own,), {"check_argument_for_proper_class": lambda *_: None})
-    return kind(images, tokenizer, chat_template=tokenizer.chat_template, **told)
+    own = getattr(transformers, own) if isinstance(own, str) else own
+    kind = type(own.__name__, (own,), {"check_argument_for_proper_class": lambda *_: None})
+    return kind(image_processor=images, tokenizer=tokenizer, chat_template=tokenizer.chat_template, **told)
+
+
+def without_torchvision(family: str) -> Any:
+    """The module by which a family reads images with Pillow, in the place of the one that needs torchvision, whose helpers it has."""
+    pil = import_module(f"transformers.models.{family}.image_processing_pil_{family}")
+    if find_spec("torchvision") is None:
+        sys.modules.setdefault(f"transformers.models.{family}.image_processing_{family}", pil)
+    return pil
 
 
 def qwen(family: str, reader: str = "Qwen2_5_VLProcessor", interleaved: bool = False, **vision: Any) -> tuple[Any, Any]:
@@ -124,6 +136,73 @@ def internvl() -> tuple[Any, Any]:
     return model, reader_of("InternVLProcessor", images, tokenizer, image_seq_length=4, video_processor=None)
 
 
+def gemma4() -> tuple[Any, Any]:
+    """An image is made as large as 70 tokens allow; they see each other both ways."""
+    pil = without_torchvision("gemma4")
+    from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
+    named = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
+    tokenizer = tokenizer_with(place="<|image|>", **named)
+    images = pil.Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=3, max_soft_tokens=70)
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(named[f"{name}_token"]) for name in ("image", "boi", "eoi")}
+    text = {"vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer), "num_experts": None}
+    vision = {"position_embedding_size": 64, "pooling_kernel_size": 3}
+    model = model_of("gemma4", text, vision, **ids)
+    return model, reader_of(Gemma4Processor, images, tokenizer, feature_extractor=None, video_processor=None)
+
+
+def mistral() -> tuple[Any, Any]:
+    """Rows of an image end in tokens of their own."""
+    pil = without_torchvision("pixtral")
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+    tokenizer = tokenizer_with("[IMG_BREAK]", "[IMG_END]", place="[IMG]", image_token="[IMG]")
+    images = pil.PixtralImageProcessorPil(patch_size={"height": 16, "width": 16}, size={"longest_edge": SIZE})
+    ids = {"image_token_index": tokenizer.convert_tokens_to_ids("[IMG]"), "spatial_merge_size": 2}
+    model = model_of("mistral3", {"vocab_size": len(tokenizer)}, {}, **ids)
+    return model, reader_of(PixtralProcessor, images, tokenizer, patch_size=8, spatial_merge_size=2)
+
+
+def llama4() -> tuple[Any, Any]:
+    """Needs torchvision. An image that is no square is two tiles and a whole."""
+    from transformers import Llama4ImageProcessor
+
+    tokens = ("<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+    tokenizer = tokenizer_with(*tokens, place="<|image|>")
+    images = Llama4ImageProcessor(size={"height": SIZE, "width": SIZE}, max_patches=2)
+    vision = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 128}
+    ids = {"image_token_index": tokenizer.convert_tokens_to_ids("<|patch|>")}
+    model = model_of("llama4", {"vocab_size": len(tokenizer), "num_experts_per_tok": 1}, vision, **ids)
+    return model, reader_of("Llama4Processor", images, tokenizer, patch_size=8)
+
+
+def minimax() -> tuple[Any, Any]:
+    """Needs torchvision."""
+    from transformers import MiniMaxM3VLImageProcessor
+
+    tokens = ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>[")
+    tokenizer = tokenizer_with(*tokens, place="]<]image[>[")
+    images = MiniMaxM3VLImageProcessor(patch_size=8, size={"shortest_edge": 256, "longest_edge": 4096})
+    ids = {"image_token_index": tokenizer.convert_tokens_to_ids(tokens[0]), "projector_hidden_size": 32}
+    text = {"vocab_size": len(tokenizer), "dense_intermediate_size": 64}
+    return model_of("minimax_m3_vl", text, {"num_attention_heads": 2}, **ids), reader_of(
+        "MiniMaxM3VLProcessor", images, tokenizer, video_processor=None
+    )
+
+
+def kimi() -> tuple[Any, Any]:
+    """Needs torchvision."""
+    from transformers import Kimi_K25ImageProcessor
+
+    tokens = ("<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|kimi_k25_video_placeholder|>")
+    tokenizer = tokenizer_with(*tokens, place="<|media_begin|>image<|media_content|><|media_pad|><|media_end|>")
+    images = Kimi_K25ImageProcessor(patch_size=8, size={"max_height": 8, "max_width": 8}, max_patches=64)
+    ids = {"image_token_id": tokenizer.convert_tokens_to_ids(tokens[0]), "projection_hidden_size": 32}
+    text = {"vocab_size": len(tokenizer), "num_key_value_heads": 4}
+    vision = {"pos_emb_height": 8, "pos_emb_width": 8, "num_attention_heads": 2}
+    return model_of("kimi_k25", text, vision, **ids), reader_of("Kimi_K25Processor", images, tokenizer, video_processor=None)
+
+
 def llava(family: str = "llava") -> tuple[Any, Any]:
     from transformers import LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -154,5 +233,8 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "smolvlm": lambda: idefics("smolvlm"),
     "idefics3": lambda: idefics("idefics3"),
     "internvl": internvl,
+    "gemma4": gemma4,
+    "mistral3": mistral,
 }
 """Those whose processors read images without torchvision."""
+WITH_TORCHVISION: dict[str, Callable[[], tuple[Any, Any]]] = {"llama4": llama4, "minimax_m3_vl": minimax, "kimi_k25": kimi}

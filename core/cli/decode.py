@@ -74,7 +74,7 @@ def generate(
     drafter = load_draft_for(found, model) if isinstance(found, Path) else found
     assert drafter is not None
     chain = tokens_to_draft(num_draft_tokens, algorithm_and_draft(drafter)[0].max_tokens)
-    inputs: dict[str, Any] = encode(reader, asked, model.device)
+    inputs: dict[str, Any] = encode(reader, asked, model)
     ids = inputs["input_ids"]
     stats = DraftingStats()
     start = time.perf_counter()

@@ -91,9 +91,15 @@ def _prompt(record: Any, folder: Path | None) -> Prompt:
     return Conversation(conversation[: asked + 1], conversation.tools)
 
 
-def encode(reader: Reader, prompt: Prompt, device: Any = "cpu") -> dict[str, Tensor]:
-    """What asks the target for an answer, see `prompt_inputs`, for `generate`: the ids as `input_ids` [1, L], images if there are any."""
-    return {name: value.to(device) for name, value in prompt_inputs(reader, prompt).items()}
+def encode(reader: Reader, prompt: Prompt, target: PreTrainedModel | None = None) -> dict[str, Tensor]:
+    """What asks the target for an answer, see `prompt_inputs`, for `generate`: the ids as `input_ids` [1, L], images if there are any.
+
+    On the device of `target`, pixels in its precision (Llama 4's processor makes them bfloat16 whatever that is).
+    """
+    inputs = prompt_inputs(reader, prompt)
+    if target is None:
+        return inputs
+    return {name: value.to(target.device, target.dtype if value.is_floating_point() else None) for name, value in inputs.items()}
 
 
 def evaluate(
@@ -122,7 +128,7 @@ def evaluate(
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer_of(tokenizer).pad_token_id or 0, **sampling(temperature)}
     stats, different = DraftingStats(), []
     drafted, plain = _Timed(partial(generate, target, draft, num_draft_tokens=num_draft_tokens, tree=tree)), _Timed(target.generate)
-    asked = [encode(tokenizer, prompt, target.device) for prompt in prompts]  # what the chat template refuses is told before hours of work
+    asked = [encode(tokenizer, prompt, target) for prompt in prompts]  # what the chat template refuses is told before hours of work
     for timed in (drafted, plain):
         timed.run(**asked[0], attention_mask=torch.ones_like(asked[0]["input_ids"]), **{**settings, "max_new_tokens": 8})
     for number, inputs in enumerate(asked):

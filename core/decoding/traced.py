@@ -46,7 +46,7 @@ class Noting:
 
 def trace(target: PreTrainedModel, draft: BaseDraft, reader: Reader, prompt: Prompt, max_new_tokens: int = 64) -> Traced:
     """Answer a prompt greedily, by chains of as many tokens as the draft makes at once, or 4."""
-    inputs: dict[str, Any] = encode(reader, prompt, target.device)
+    inputs: dict[str, Any] = encode(reader, prompt, target)
     ids, tokenizer, stats = inputs["input_ids"], tokenizer_of(reader), DraftingStats()
     loop = DecodingLoop(draft.algorithm, draft, tokens_to_draft(None, draft.algorithm.max_tokens), None, stats, None)
     loop.drafter = noting = Noting(loop.drafter)

@@ -48,7 +48,8 @@ class Target:
     def _try_out(self) -> None:
         """Run it over a few tokens: is its head understood, and how are documents in a row told apart?"""
         self._check_head()
-        states_8T = self._states_of_twins()
+        # A compressor, which pools more tokens than twins have, would not show by them.
+        states_8T = None if self.model._is_stateful else self._states_of_twins()
         self._packs = states_8T is not None and _alike(states_8T[:4], states_8T[4:])
         self._by_documents = self._packs and wanted(self.model) and _alike(states_8T, self._states_of_twins(by_documents=True))
         if self.model.config.get_text_config()._attn_implementation == ASKED and not self._by_documents:
