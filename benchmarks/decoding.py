@@ -6,18 +6,17 @@ time, which others on the machine disturb less), and the speed-up that follows f
 
 import sys
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from foredraft import TreeShape, auto_draft, generate
 from foredraft.decoding import DraftingStats
-from foredraft.target.capture import AuxCapture
+from foredraft.decoding.costs import measure_costs
 
-ROUNDS, TEXT = 30, 12
+TEXT = 12
 CLOCK = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -27,30 +26,15 @@ def main(target_path: str, draft_path: str, tokens: int = 4, prompt: int = 256) 
     print(f"{torch.get_num_threads()} threads, prompt of {prompt} tokens, {tokens} drafted")
     for dtype in (torch.float32, torch.bfloat16):
         target = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype).eval()
-        draft = auto_draft(draft_path).to(dtype)
-        ids = torch.randint(10, 10_000, (1, prompt))
-        cache = DynamicCache()
-        with AuxCapture(target, draft.config.aux_layers) as captured:
-            target(ids, past_key_values=cache, use_cache=True)
-        aux_1NA = captured.aux_BSA
-
-        def forward(count: int, target=target, cache=cache) -> None:  # type: ignore[no-untyped-def]
-            target(torch.full((1, count), 5), past_key_values=cache, use_cache=True)
-            cache.crop(-count)
-
-        drafter = draft.algorithm.drafter(draft)
-        drafter.propose(ids[0], aux_1NA[:, :-1], 1, lambda z, _: (int(z.argmax()), None))
-
-        def propose(limit: int, draft=draft, aux_1NA=aux_1NA, drafter=drafter, ids=ids) -> None:  # type: ignore[no-untyped-def]
-            drafter.confirmed = prompt - 3
-            drafter.propose(ids[0], aux_1NA[:, -2:], limit, lambda z, _: (int(draft.draft_ids[z.argmax()]), None))
-
-        one, wide, drafting = interleaved(lambda: forward(1), lambda: forward(1 + tokens), lambda: propose(tokens))
+        draft = auto_draft(draft_path).to(dtype).eval()
+        costs = measure_costs(target, draft, [tokens], context=prompt, rounds=30)
+        one, wide, drafting = costs.verify[1], costs.verify[1 + tokens], costs.draft[tokens]
         cycle = wide + drafting
         print(
             f"{str(dtype).removeprefix('torch.'):9} target 1 token {one:6.1f} ms, {1 + tokens} tokens {wide:6.1f} ms, "
             f"draft {tokens} tokens {drafting:5.1f} ms -> speed-up = τ × {one / cycle:.2f}; break-even τ {cycle / one:.2f}"
         )
+        ids = torch.randint(10, 10_000, (1, prompt))
         chain, tree = passes(target, draft, ids, tokens)
         print(f"{'':9} a pass of generate: chain of {tokens} {chain:6.1f} ms, tree of 16 nodes {tree:6.1f} ms")
 
@@ -59,7 +43,7 @@ def passes(target: Any, draft: Any, ids: torch.Tensor, tokens: int) -> list[floa
     """Median milliseconds per pass of the target, as a chain and as a tree; prefill is taken off."""
     shapes: list[dict[str, Any]] = [{"num_draft_tokens": tokens}, {"tree": TreeShape(depth=4, top_k=4, num_nodes=16)}]
     times: list[list[float]] = [[] for _ in shapes]
-    for _ in range(ROUNDS // 6):
+    for _ in range(5):
         for shape, taken in zip(shapes, times, strict=True):
             spent = []
             for new in (1, 1 + TEXT):
@@ -67,18 +51,6 @@ def passes(target: Any, draft: Any, ids: torch.Tensor, tokens: int) -> list[floa
                 generate(target, draft, ids, stats=stats, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0, **shape)
                 spent.append(1000 * (CLOCK() - start))
             taken.append((spent[1] - spent[0]) / stats.passes)
-    return [median(taken) for taken in times]
-
-
-def interleaved(*actions: Callable[[], None]) -> list[float]:
-    """Median milliseconds of each action, run in turn so that all meet the same machine."""
-    times: list[list[float]] = [[] for _ in actions]
-    for round_number in range(ROUNDS + 3):
-        for action, taken in zip(actions, times, strict=True):
-            start = CLOCK()
-            action()
-            if round_number >= 3:
-                taken.append(1000 * (CLOCK() - start))
     return [median(taken) for taken in times]
 
 

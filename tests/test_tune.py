@@ -1,9 +1,18 @@
 """How much to draft: the arithmetic of speed-ups against rounds that are played, and what `foredraft tune` makes of measured costs."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from rigged import letter_tokenizer, predictable_target
+from tiny import tiny_draft
+from typer.testing import CliRunner
 
-from foredraft import ForedraftError
+from foredraft import ForedraftError, save_draft
+from foredraft.cli import app, tune
+from foredraft.decoding import DraftingStats, costs
 from foredraft.decoding.speedup import best_length, speedups
 
 ALPHA = 0.7
@@ -50,3 +59,53 @@ def test_theorem_3_8() -> None:
 def test_costs_that_do_not_go_together(given: tuple[list[float], list[float], list[float]], told: str) -> None:
     with pytest.raises(ForedraftError, match=told):
         speedups(*given)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and three drafts for it, untrained."""
+    folder, target = tmp_path_factory.mktemp("pair"), predictable_target()
+    target.save_pretrained(folder / "target")
+    letter_tokenizer().save_pretrained(folder / "target")
+    for name, options in {"eagle3": {}, "dflash": {"block_size": 4}, "medusa": {"num_heads": 2}}.items():
+        save_draft(tiny_draft(target, name, **options), folder / name)
+    (folder / "prompts.jsonl").write_text('{"prompt": "ho"}\n{"prompt": "v"}\n')
+    return folder
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "medusa"])
+def test_tune(name: str, pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is looked at is shown with figures that go together; the batch is what the target and the draft's head work on."""
+    monkeypatch.setenv("COLUMNS", "200")
+    real, seen = costs.measure_costs, []
+
+    def quick(target: Any, draft: Any, shapes: Any, size: int) -> Any:
+        rows = set()
+        target.model.register_forward_pre_hook(lambda m, args, kw: rows.add(tuple(kw["input_ids"].shape)), with_kwargs=True)
+        draft.lm_head.register_forward_pre_hook(lambda m, args: rows.add(("head", args[0].shape[0])))
+        found = real(target, draft, shapes, size, context=16, rounds=1)
+        seen.append((size, rows, found))
+        return replace(found, verify={w: 10.0 + w for w in found.verify}, draft=dict.fromkeys(found.draft, 0.5))
+
+    monkeypatch.setattr(costs, "measure_costs", quick)
+    monkeypatch.setattr(tune, "TREES", ("2,2,3",))
+    accepted = {"eagle3": [0.9, 0.8, 0.1], "dflash": [0.5, 0.0, 0.0], "medusa": [0.0, 0.0]}[name]
+    monkeypatch.setattr(DraftingStats, "acceptance", property(lambda stats: accepted[: len(stats.drafted)]))
+    words = ["tune", pair / name, "--target", pair / "target", "--prompts", pair / "prompts.jsonl", "--batch-size", "1,3"]
+    words += ["--max-new-tokens", 4, *(["-k", 3] if name == "eagle3" else [])]
+    told = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False).output
+    for size, rows, found in seen:
+        assert {(size, 1), (size, 3)} <= rows
+        assert {r[1] for r in rows if r[0] == "head"} == {size} if size > 1 else True
+        assert all(ms > 0 for ms in (*found.verify.values(), *found.draft.values()))
+    assert [size for size, _, _ in seen] == [1, 3]
+    if name == "eagle3":  # a tree whose depths are accepted like a chain's costs more
+        assert "batch size 3: draft 2 tokens per pass" in told
+        assert f"{2.7 * 11 / 13.5:.2f}" in told
+        assert "tree 2,2,3" in told
+        assert '"num_speculative_tokens": 2' in told
+    elif name == "dflash":
+        assert "no trees: drafts by algorithm 'dflash' grow no trees" in told
+        assert "draft 1 token per pass" in told
+    else:
+        assert "serve the target without this draft" in told

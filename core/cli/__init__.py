@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import ForedraftError, printable
-from . import capture, compare, data, decode, doctor, formats, inspect, new, plan, report, train
+from . import capture, compare, data, decode, doctor, formats, inspect, new, plan, report, train, tune
 
 app = typer.Typer(
     name="foredraft",
@@ -28,6 +28,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": decode.generate,
     "eval": decode.evaluate,
     "compare": compare.compare,
+    "tune": tune.tune,
     "serve-command": formats.serve,
     "doctor": doctor.doctor,
     "preview": data.preview,

@@ -5,6 +5,14 @@ from collections.abc import Sequence
 from ..errors import ForedraftError
 
 
+def speedup(tokens: float, plain: float, verify: float, draft: float) -> float:
+    """Of rounds that emit so many `tokens` on average, over passes of one token that cost `plain`: as in `speedups`.
+
+    Of a tree they are 1 + Σ acceptance at each depth, and `verify` is a pass over its nodes and the newest token.
+    """
+    return tokens * plain / (verify + draft)
+
+
 def speedups(acceptance: Sequence[float], verify: Sequence[float], draft: Sequence[float]) -> list[float]:
     """Tokens per time with 0, 1, ..., K drafted tokens per pass of the target, over those without a draft: [K + 1], the first one 1.
 
@@ -33,7 +41,7 @@ def speedups(acceptance: Sequence[float], verify: Sequence[float], draft: Sequen
     found, tokens = [1.0], 1.0
     for accepted, width, drafting in zip(acceptance, verify[1:], draft, strict=True):
         tokens += accepted
-        found.append(tokens * verify[0] / (width + drafting))
+        found.append(speedup(tokens, verify[0], width, drafting))
     return found
 
 
