@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from foredraft import ForedraftError, default_registry, hookimpl
-from foredraft.contracts.engine import Config, EngineBase, Files, architecture_of
-from foredraft.contracts.finding import Finding, error, warning
+from foredraft.contracts.engine import Accepted, Config, EngineBase, Files, Metrics, accepted_by_position, architecture_of
+from foredraft.contracts.finding import Finding, error, note, warning
+from foredraft.contracts.loading import Repository
 from foredraft.target.gguf import is_gguf, read_gguf
 
 BUILD = "llama.cpp (build 11434)"
@@ -64,18 +65,32 @@ class LlamaCpp(EngineBase):
             return None
         return "its server loads GGUF files: name the target's (llama.cpp's convert_hf_to_gguf.py writes one of a directory)"
 
+    def server(self, target: str) -> list[str]:
+        """The OpenAI server; its counters are a page only if asked for. Quantised weights are not repacked where that has crashed: on CPUs
+        with AMX."""
+        return ["llama-server", "-m", target, "--metrics", *_whole(target)]
+
+    def repository_arguments(self, repository: Repository, dtype: str | None = None) -> list[str]:
+        """A file is all there is to read, and says what its weights are; a dtype is that of the key-value caches, else float16."""
+        kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(str(dtype))
+        return [word for name in ("-ctk", "-ctv", "-ctkd", "-ctvd") for word in (name, kind)] if kind else []
+
+    def accepted(self, before: Metrics, after: Metrics) -> Accepted | None:
+        """By position, from its counters; passes without a draft, a request's last, are not counted."""
+        return accepted_by_position("llamacpp", before, after)
+
     def prepare(self, config: Config, draft: str, target: str) -> list[str]:
-        """A draft of ours is exported first."""
-        if "foredraft" not in config:
+        """A draft of ours is exported first, unless a file of it is there."""
+        file, ours = Path(_file(config, draft)), Path(draft) / "config.json"
+        if "foredraft" not in config or (file.exists() and file.stat().st_mtime >= ours.stat().st_mtime):
             return []
-        return ["foredraft", "export", draft, _file(config, draft), "--format", "gguf", "--target", target]
+        return ["foredraft", "export", draft, str(file), "--format", "gguf", "--target", target]
 
     def arguments(self, config: Config, draft: str, target: str, num_tokens: int) -> list[str]:
-        """The OpenAI server. Quantised weights are not repacked where that has crashed: on CPUs with AMX."""
-        kind = _metadata(config)[1] or ("dflash" if architecture_of(config) == "DFlashDraftModel" else "eagle3")
-        words = ["llama-server", "-m", target, "-md", _file(config, draft), "--spec-type", f"draft-{kind}"]
-        repack = ["--no-repack"] if _has_amx() and any(map(_is_packed, (target, draft))) else []
-        return [*words, "--spec-draft-n-max", str(num_tokens), *repack]
+        """The OpenAI server."""
+        server, file = self.server(target), _file(config, draft)
+        whole = [] if "--no-repack" in server else _whole(file)
+        return [*server, *whole, "-md", file, "--spec-type", f"draft-{_method(config)}", "--spec-draft-n-max", str(num_tokens)]
 
     def findings(self, checkpoint: Files) -> list[Finding]:
         """What its loader stumbles over, or takes for something else without a word."""
@@ -88,6 +103,13 @@ def _metadata(config: Config) -> tuple[Mapping[str, Any], str]:
     """What a GGUF file says, and its architecture; nothing of any other draft."""
     data = config.get("gguf")
     return (data, str(data.get("general.architecture") or "")) if isinstance(data, Mapping) else ({}, "")
+
+
+def _method(config: Config) -> str:
+    """What it is told to run: a DSpark draft as DFlash would draft a token less, and none by its Markov head's rules."""
+    data, kind = _metadata(config)
+    markov = "markov" in data or "markov_rank" in config
+    return "dspark" if markov else kind or ("dflash" if architecture_of(config) == "DFlashDraftModel" else "eagle3")
 
 
 def _file(config: Config, draft: str) -> str:
@@ -106,7 +128,19 @@ def _told(data: Mapping[str, Any], kind: str) -> Iterator[Finding]:
         yield warning("llamacpp-rope-base", f"no {kind}.rope.freq_base", breaks, "write the draft's rope_theta")
     if kind == "eagle3" and data.get("eagle3.target_hidden_size") is None:
         yield error("llamacpp-target-width", "no eagle3.target_hidden_size", f"{BUILD} does not load it", "write the target's hidden_size")
-    if kind == "dflash" and data.get("dflash.block_size") is None:
+    if "markov" in data and data.get("dflash.has_confidence_head") is False:
+        breaks = f"with --spec-draft-p-min, {BUILD} cannot set the draft up, logs that, and serves the target without it"
+        yield note(
+            "llamacpp-unsure",
+            "no confidence head",
+            breaks,
+            "leave p-min out; `foredraft eval --engine llamacpp` fails where nothing is drafted",
+        )
+    if "markov" in data and data.get("dflash.block_size") is None:
+        yield error(
+            "llamacpp-block", "no dflash.block_size", f"{BUILD} aborts at the first draft", "write the block that it was trained with"
+        )
+    elif kind == "dflash" and data.get("dflash.block_size") is None:
         breaks = f"{BUILD} takes 16: more tokens are drafted than the draft was trained for, or fewer"
         yield warning("llamacpp-block", "no dflash.block_size", breaks, "write the block that it was trained with")
     if kind == "dflash" and not isinstance(data.get("tokenizer.ggml.mask_token_id"), int):
@@ -154,6 +188,10 @@ def _words(checkpoint: Files, data: Mapping[str, Any], kind: str) -> Iterator[Fi
         yield error(
             "llamacpp-vocabulary", f"d2t names token {ids[-1]}, the file lists {tokens}", breaks, "copy the tokens of its own target"
         )
+
+
+def _whole(name: str) -> list[str]:
+    return ["--no-repack"] if _has_amx() and _is_packed(name) else []
 
 
 def _is_packed(name: str) -> bool:

@@ -11,11 +11,11 @@ from foredraft.contracts.engine import (
     EngineBase,
     Files,
     Metrics,
+    accepted_by_position,
     architecture_of,
     drafts_in_parallel,
     is_reduced,
     layers_without,
-    total,
     unknown_architecture,
 )
 from foredraft.contracts.finding import Finding
@@ -119,16 +119,7 @@ class VLLM(EngineBase):
 
     def accepted(self, before: Metrics, after: Metrics) -> Accepted | None:
         """By position, from its counters."""
-
-        def since(name: str, **labels: str) -> float:
-            called = f"vllm:spec_decode_{name}_total"
-            return total(after, called, **labels) - total(before, called, **labels)
-
-        if not (drafts := since("num_drafts")):
-            return None
-        name = "num_accepted_tokens_per_pos"
-        positions = sorted({int(has["position"]) for called, has, _ in after if called == f"vllm:spec_decode_{name}_total"})
-        return Accepted(1 + since("num_accepted_tokens") / drafts, [since(name, position=str(p)) / drafts for p in positions])
+        return accepted_by_position("vllm", before, after)
 
     def findings(self, checkpoint: Files) -> list[Finding]:
         """What its loader alone stumbles over."""

@@ -12,7 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from foredraft.contracts.engine import total
 from foredraft.plugins.gguf import GGUF, INNER, INSIDE, GGUFOptions, _paired, _rope, _tokens
+from foredraft.serving import read_metrics
 from foredraft.target.gguf import TABLES
 
 BINARIES = os.environ.get("FOREDRAFT_LLAMACPP")
@@ -124,21 +126,24 @@ class Server:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def drafted(self) -> list[list[int]]:
-        """The best candidate at each position of each draft, in the order in which they were made."""
-        drafts: list[list[int]] = []
-        last = -1
-        for match in re.finditer(r"draft candidate\s+0, pos\s+(\d+):\s+(\d+)", self.text()):
-            if int(match[1]) <= last or not drafts:
-                drafts.append([])
-            last = int(match[1])
-            drafts[-1].append(int(match[2]))
+    def drafted(self) -> list[list[list[int]]]:
+        """Each draft in the order in which they were made: at each position its token, and those as likely by the log's 3 digits."""
+        drafts: list[list[list[int]]] = []
+        best, last = "", -1
+        for match in re.finditer(r"draft candidate\s+(\d+), pos\s+(\d+):\s+(\d+) \(\s*([\d.]+)\)", self.text()):
+            place, position, token, likely = int(match[1]), int(match[2]), int(match[3]), match[4]
+            if place == 0:
+                if position <= last or not drafts:
+                    drafts.append([])
+                drafts[-1].append([token])
+                best, last = likely, position
+            elif likely == best:
+                drafts[-1][-1].append(token)
         return drafts
 
-    def metrics(self) -> list[float]:
-        """The share of drafts accepted up to position 1, 2, ..."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
-        drafts = float(re.search(r"^llamacpp:spec_decode_num_drafts_total (\S+)", text, re.M)[1])  # type: ignore[index]
-        per_position = re.findall(r'^llamacpp:spec_decode_\w*per_pos_total{[^}]*position="(\d+)"[^}]*} (\S+)', text, re.M)
-        return [float(count) / drafts for _, count in sorted(per_position, key=lambda pair: int(pair[0]))]
+    def accepted(self) -> tuple[int, list[int]]:
+        """How many drafts were verified, and how many were accepted up to position 1, 2, ..."""
+        found = read_metrics(self.url)
+        per_position = {has["position"]: value for name, has, value in found if name.endswith("accepted_tokens_per_pos_total")}
+        drafts = total(found, "llamacpp:spec_decode_num_drafts_total")
+        return int(drafts), [int(per_position[p]) for p in sorted(per_position, key=int)]

@@ -1,5 +1,6 @@
 """A server that speaks just enough of OpenAI's protocol, and has the faults that servers have."""
 
+import argparse
 import json
 import threading
 import time
@@ -17,8 +18,8 @@ class Stub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, lasts: int | None = None, metrics: Any = None):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, lasts: int | None = None, metrics: Any = None, port: int = 0):
+        super().__init__(("127.0.0.1", port), Handler)
         self.lasts, self.metrics = lasts, metrics or (lambda answered: "")
         self.asked: list[dict[str, Any]] = []
         self.tries: Counter[str] = Counter()
@@ -120,3 +121,13 @@ def serving(**settings: Any) -> Iterator[Stub]:
     finally:
         stub.shutdown()
         stub.server_close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--counters", default="", help="of drafts, their tokens accepted, and so at each position, after each answer")
+    parser.add_argument("--says", default="")
+    given, _ = parser.parse_known_args()
+    print(given.says, flush=True)
+    Stub(metrics=lambda n: given.counters.replace("@", str(n)), port=given.port).serve_forever()

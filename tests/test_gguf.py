@@ -1,5 +1,6 @@
 """Drafts and targets in GGUF files: what is written is what llama.cpp would compute, what is read is what was written."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def a_draft(folder: Path, algorithm: str = "eagle3", rope: str = "plain", dtype:
         ("llama3", torch.float32, {"draft_vocab_size": 100}),
         ("longrope", torch.bfloat16, {}),
         ("yarn", torch.float32, {"algorithm": "dflash", "num_layers": 2, "num_aux": 3, "block_size": 6, "mask_token_id": 7}),
+        ("plain", torch.float32, {"algorithm": "dspark", "num_layers": 1, "num_aux": 2, "block_size": 6, "mask_token_id": 7}),
     ],
 )
 def test_there_and_back(tmp_path: Path, rope: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -109,6 +111,9 @@ def test_there_and_back(tmp_path: Path, rope: str, dtype: torch.dtype, options: 
     assert after.get("norm_before_residual") == before.get("norm_before_residual")
 
     held = GGUF().open(file)
+    for config in (before, held.config):
+        words = LlamaCpp().arguments(config, "draft", "target", 3)
+        assert words[words.index("--spec-type") + 1] == f"draft-{draft.algorithm.name}", "it would run a DSpark file as DFlash"
     data = {name: value for name, value in held.config[INSIDE].items() if not name.endswith("rope.scaling.parameters")}
     told = GGUF().flatten({INSIDE: data})["rope_parameters"]
     rotary = type(draft.rotary_emb)(type(draft.config).from_dict({**before, "rope_parameters": told}))
@@ -200,15 +205,18 @@ def test_refusals(algorithm: str, options: dict[str, Any], family: str, reasons:
     assert LlamaCpp().refuses(config) == "; ".join(found)
 
 
-def test_doctor_and_commands(tmp_path: Path) -> None:
+def test_doctor_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sound file has no findings but notes; what is wrong in one is told, and how a server is started."""
     a_draft(tmp_path, draft_vocab_size=100)
     target = write_target(load_target(str(tmp_path / "target"), "float32"), tiny_tokenizer(), tmp_path / "target.gguf")
     file = export_draft(tmp_path / "draft", tmp_path / "draft.gguf", "gguf", target=str(target))
     assert [f for f in examine(file, target) if f.severity != "note"] == []
     engine = LlamaCpp()
-    command = f"llama-server -m {target} -md {file} --spec-type draft-eagle3 --spec-draft-n-max"
+    command = f"llama-server -m {target} --metrics -md {file} --spec-type draft-eagle3 --spec-draft-n-max"
+    monkeypatch.setattr("foredraft.plugins.llamacpp._has_amx", lambda: True)
     assert serve_command(engine, file, str(target)) == f"{command} 4"
+    assert serve_command(engine, tmp_path / "draft", str(target), 2) == f"{command} 2", "its file is there"
+    os.utime(file, (0, 0))
     both = serve_command(engine, tmp_path / "draft", str(target), 2).splitlines()
     assert both == [f"foredraft export {tmp_path / 'draft'} {file} --format gguf --target {target}", f"{command} 2"]
     with pytest.raises(ForedraftError, match="loads GGUF files"):

@@ -3,8 +3,11 @@
 Needs `FOREDRAFT_LLAMACPP`, the directory of `llama-server` (docs/engines.md says how to build one); some seconds per pair.
 """
 
+import json
+import os
 import shlex
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ import pytest
 import torch
 from in_gguf import BINARIES, Server, write_target
 from test_vllm import DRAFTED, LLAMA3, NEW, accepted, in_foredraft, matrix, prompts
+from tiny import TOKENS, tiny_target, tiny_tokenizer
+from typer.testing import CliRunner
 
-from foredraft import default_registry, save_draft
+from foredraft import ForedraftError, auto_draft, default_registry, save_draft
+from foredraft.cli import app
 from foredraft.formats import export_draft, serve_command
-from foredraft.target.loading import load_target
+from foredraft.target.loading import load_config, load_target
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.skipif(BINARIES is None, reason="FOREDRAFT_LLAMACPP names no directory of llama-server")]
 STEPS = 25
@@ -32,9 +38,9 @@ PAIRS = [
     ("Llama", "EAGLE-3"),
     ("Llama, linear", "EAGLE-3, normed residual"),
     ("Qwen3, yarn", "EAGLE-3"),
-    pytest.param("Llama", "DFlash", marks=pytest.mark.xfail(reason="one first token of a block was another, cause not found")),
+    ("Llama", "DFlash"),
     ("Qwen3, yarn", "DFlash"),
-    pytest.param("Llama", "DSpark", marks=pytest.mark.xfail(reason="it drafts three tokens a round here, where four are trained")),
+    ("Llama", "DSpark"),
 ]
 
 
@@ -76,7 +82,7 @@ def test_llamacpp_writes_the_same_text_and_drafts_what_we_draft(family: str, alg
     model = load_target(str(target), "float32").eval()
     if not draft.complete:
         draft.take_head(model)
-    counts, compared, drafts_made = [0] * DRAFTED, 0, 0
+    found, compared, ties = [0] * DRAFTED, 0, 0
     with Server(*drafting(target, file), folder=folder) as server:
         for prompt, text in zip(prompts(), plain(family, folder), strict=True):
             before = len(server.drafted())
@@ -85,22 +91,25 @@ def test_llamacpp_writes_the_same_text_and_drafts_what_we_draft(family: str, alg
             assert timings["draft_n"] > 0, "nothing was drafted"
             continued, ours = in_foredraft(model, draft, prompt, NEW + 2 * DRAFTED)
             assert text == continued[:NEW], "llama.cpp's greedy text is not transformers'"
-            theirs = dict(zip(sorted(ours), server.drafted()[before:], strict=False))
-            assert len(theirs) > 1
-            for known, tokens in theirs.items():
-                if len(tokens) < DRAFTED and "EAGLE" not in algorithm:
-                    continue  # at the end of a request: a shorter block is another one
-                assert tokens == ours[known][: len(tokens)], f"after {known} tokens of {prompt + continued}"
-                compared += len(tokens)
-            counts = [a + b for a, b in zip(counts, accepted(theirs, prompt + continued), strict=True)]
-            drafts_made += len(theirs)
-        metrics = server.metrics()
-    rates = [round(count / drafts_made, 3) for count in counts]
-    print(
-        f"\n{family}, {algorithm}: {compared} of {compared} drafted tokens are ours; accepted per position: ours {rates}, theirs {metrics}"
-    )
-    assert metrics == pytest.approx(rates, abs=0.03), "what is accepted at the end of a request is counted otherwise"
-    assert 0 < rates[0] < 1, "a draft that is always or never right shows little"
+            known, tied, whole = len(prompt) + 1, 0, prompt + continued
+            for tokens in server.drafted()[before:]:
+                assert len(tokens) == DRAFTED, "the server drafts blocks of another length"
+                assert known in ours or tied, f"we draft nothing after {known} tokens"
+                for here, (token, *alike), mine in zip(count(known), tokens, ours.get(known, []), strict=False):
+                    assert mine in (token, *alike), f"token {here} of {whole} is {token}, ours {mine}"
+                    compared, tied = compared + 1, tied + (mine != token)
+                    if mine != token:
+                        break  # behind a tie the two may go on otherwise
+                # What the request has room for is verified: its last token is the target's own.
+                verified = {known: [token for token, *_ in tokens[: len(prompt) + NEW - known - 1]]}
+                right = accepted(verified, whole)
+                found, known = [a + b for a, b in zip(found, right, strict=True)], known + 1 + sum(right)
+            ties += tied
+        drafts, theirs_found = server.accepted()
+    print(f"\n{family}, {algorithm}: {compared - ties} of {compared} drafted tokens are ours, {ties} ties; accepted {found} of {drafts}")
+    assert theirs_found == found, "the server accepts other tokens"
+    assert ties <= compared / 100
+    assert 0 < sum(found) < DRAFTED * drafts, "a draft that is always or never right shows little"
 
 
 @pytest.mark.parametrize(("algorithm", "spoilt"), [("EAGLE-3", "target_layers"), ("EAGLE-3", "rows"), ("DFlash", "mask")])
@@ -139,6 +148,39 @@ def test_quantised(outtype: str, folder: Path) -> None:
             written, timings = server.generate(prompt, NEW)
             assert written == text
             assert timings["draft_n"] > 0
+
+
+def test_measured_with_and_without_a_draft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eval` starts both servers: one text, acceptance as we count it; a draft that is not set up is an error with the server's words."""
+    monkeypatch.setenv("PATH", f"{BINARIES}{os.pathsep}{os.environ['PATH']}")
+    target, draft, prompts, out = (folder / f"said{end}" for end in (" by.gguf", "", ".jsonl", ".json"))
+    model = tiny_target(layers=8, vocab=TOKENS, hidden=128, head_dim=32, eos_token_id=2, pad_token_id=0)
+    write_target(model, tiny_tokenizer(), target)
+    prompts.write_text("".join(json.dumps({"prompt": f"what is {i}?"}) + "\n" for i in range(4)))
+    options = {"block_size": 3, "num_layers": 1, "num_aux": 2, "mask_token_id": 7, "enable_confidence_head": False}
+    made = auto_draft(load_config(str(target)), "dspark", **options)
+    made.start_from(load_target(str(target), "float32"))
+    save_draft(made, draft)
+    asked = {
+        "target": target,
+        "draft": draft,
+        "prompts": prompts,
+        "out": out,
+        "max-new-tokens": 24,
+        "dtype": "float32",
+        "engine": "llamacpp",
+    }
+    command = ["eval", *(word for name, value in asked.items() for word in (f"--{name}", str(value)))]
+    small = "-t 1 -c 2048 -np 2"
+    CliRunner().invoke(app, [*command, "--concurrency", "1,2", "--engine-arguments", small], catch_exceptions=False)
+    found = json.loads(out.read_text())["said"]
+    assert found["identical"] == 4
+    assert [load["tau"] for load in found["plain"]] == [None, None]
+    for load in found["drafted"]:
+        assert load["acceptance"] == pytest.approx(found["ours"]["acceptance"], abs=0.15)
+    unsure = ["--no-ours", "--no-baseline", "--concurrency", "1", "--engine-arguments", f"{small} --spec-draft-p-min 0.5"]
+    with pytest.raises(ForedraftError, match=r"(?s)without drafting a token.*no confidence head: please set --spec-draft-p-min 0"):
+        CliRunner().invoke(app, [*command, *unsure], catch_exceptions=False)
 
 
 def test_a_target_is_what_llamacpp_runs(folder: Path) -> None:

@@ -1,15 +1,18 @@
 """Servers measured: what they count, what is asked of them, what is told."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from stub_server import serving
+from tiny import tiny_draft, tiny_target
 from typer.testing import CliRunner
 
-from foredraft import ForedraftError, default_registry
+from foredraft import EngineBase, ForedraftError, default_registry, save_draft
 from foredraft.cli import app
-from foredraft.contracts.engine import Accepted
+from foredraft.contracts.engine import Accepted, Config, Metrics
+from foredraft.plugins.llamacpp import LlamaCpp
 from foredraft.serving.metrics import parse_metrics
 
 VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -27,6 +30,11 @@ sglang:spec_verify_calls_total{{model_name="m"}} {2}
 sglang:spec_accept_length{{model_name="m"}} 9.9
 """
 """By the names in SGLang 0.5.23's own source; no server of it ran."""
+LLAMACPP = """llamacpp:spec_decode_num_drafts_total {0}
+llamacpp:spec_decode_num_accepted_tokens_total {1}
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {2}
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} {3}
+"""
 
 
 @pytest.mark.parametrize(
@@ -34,6 +42,7 @@ sglang:spec_accept_length{{model_name="m"}} 9.9
     [
         ("vllm", VLLM, (10, 8, 6, 2), (30, 28, 21, 7), Accepted(2.0, [0.75, 0.25])),
         ("vllm", VLLM, (10, 8, 6, 2), (10, 8, 6, 2), None),
+        ("llamacpp", LLAMACPP, (10, 8, 6, 2), (30, 28, 21, 7), Accepted(2.0, [0.75, 0.25])),
         ("sglang", SGLANG, (100, 4, 30), (200, 8, 78), Accepted(2.0, [])),
         ("sglang", "", (), (), None),
     ],
@@ -61,6 +70,57 @@ def test_a_server_that_runs(tmp_path: Path) -> None:
     assert (found["plain"], found["ours"], found["speedups"]) == ([], None, [])
     assert "1.7" in result.output
     assert out.with_suffix(".png").stat().st_size > 1000
+
+
+class Stubborn(EngineBase):
+    """The stub as an engine, whose drafts may not be set up."""
+
+    name = "stubborn"
+    summary = "of a test"
+    counters = LLAMACPP.format("@", "@", "@", 0)
+
+    def refuses(self, config: Config) -> str | None:
+        return None
+
+    def server(self, target: str) -> list[str]:
+        return [sys.executable, str(Path(__file__).parent / "stub_server.py"), "--counters", "llamacpp:tokens_total 1"]
+
+    def accepted(self, before: Metrics, after: Metrics) -> Accepted | None:
+        return LlamaCpp().accepted(before, after)
+
+    def prepare(self, config: Config, draft: str, target: str) -> list[str]:
+        return ["true"] if self.counters else ["ls", "no-such-file"]
+
+    def arguments(self, config: Config, draft: str, target: str, num_tokens: int) -> list[str]:
+        return [*self.server(target)[:-1], self.counters, "--says", "E set-up failed: no head"]
+
+
+def test_an_engine_is_started_with_and_without_the_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it counts is told; where nothing was drafted, and where what it needs before fails, the reason is."""
+    prompts, out = tmp_path / "short.jsonl", tmp_path / "eval.json"
+    prompts.write_text('{"prompt": "ab"}\n')
+    save_draft(tiny_draft(tiny_target()), tmp_path / "draft")
+    monkeypatch.setattr(default_registry(), "engine", lambda name: Stubborn)
+    command = [
+        "eval",
+        "--engine",
+        "stubborn",
+        "--target",
+        "any",
+        "--draft",
+        str(tmp_path / "draft"),
+        "--prompts",
+        str(prompts),
+        "--no-ours",
+    ]
+    more = ["--concurrency", "2", "--out", str(out)]
+    assert "4 of 4 answers are the same" in CliRunner().invoke(app, [*command, *more], catch_exceptions=False).output
+    found = json.loads(out.read_text())["short"]
+    assert (found["plain"][0]["tau"], found["drafted"][0]["tau"], found["drafted"][0]["acceptance"]) == (None, 2, [1, 0])
+    for counters, told in (("llamacpp:tokens_total 1", r"(?s)without drafting a token.*E set-up failed: no head"), ("", "no-such-file")):
+        monkeypatch.setattr(Stubborn, "counters", counters)
+        with pytest.raises(ForedraftError, match=told):
+            CliRunner().invoke(app, [*command, "--no-baseline"], catch_exceptions=False)
 
 
 def test_errors(tmp_path: Path) -> None:

@@ -100,14 +100,14 @@ def load_target(name: str, dtype: str, loading: Loading, images: bool = False) -
 
 
 def load_draft_for(path: Path, target: Any) -> "BaseDraft":
-    """The draft in `path`, in the target's dtype and on its device."""
-    from ..auto import auto_draft
+    """The draft in `path`, a directory of ours or a file of any format, in the target's dtype and on its device."""
     from ..files.reading import read_config
+    from ..formats import open_draft
     from ..target.pairing import check_pair
 
-    if "foredraft" not in read_config(path):  # auto_draft would plan a fresh draft for it
+    if not path.is_file() and "foredraft" not in read_config(path):
         raise ForedraftError(f"'{path}' is no draft: its config.json has no 'foredraft' entry")
-    draft = auto_draft(path)
+    draft = open_draft(path, target.config.name_or_path)
     check_pair(target, draft)
     return draft.to(target.device, target.dtype).eval()
 
@@ -126,4 +126,4 @@ def server_of(
     if command is None:
         raise ForedraftError(f"engine '{engine}' has no server: leave --engine out, and transformers runs the target")
     template = ["--chat-template", loading.chat_template] if isinstance(loading, Rendering) and loading.chat_template else []
-    return running_engine([*command, "--dtype", dtype, *template, *started.repository_arguments(loading)], arguments)
+    return running_engine([*command, *template, *started.repository_arguments(loading, dtype)], arguments)

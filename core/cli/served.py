@@ -35,7 +35,7 @@ def evaluate_served(asked: Asked, questions: Mapping[str, list[Any]], out: Path 
     """Measure a server that runs, or an engine with and without the draft; print, and write JSON and a plot."""
     from rich.console import Console
 
-    from ..decoding.served import Served, measure, plot_served, served_table
+    from ..decoding.served import Served, check_drafted, measure, plot_served, served_table
     from ..files.writing import write_text
     from ..registry import default_registry
     from ..serving import Server, running_engine
@@ -62,6 +62,7 @@ def evaluate_served(asked: Asked, questions: Mapping[str, list[Any]], out: Path 
                 plain = at(url)
         with running_engine(command, asked.engine_arguments) as url:
             drafted = at(url)
+            check_drafted([load for found, _ in drafted.values() for load in found], url)
         results = {}
         for name, (found, texts) in drafted.items():
             before, without = plain.get(name, ([], []))
@@ -80,17 +81,19 @@ def evaluate_served(asked: Asked, questions: Mapping[str, list[Any]], out: Path 
 
 
 def _commands(asked: Asked, engine: Any) -> tuple[list[str], list[str]]:
-    """(the server of the target alone, the one with the draft)."""
+    """(the server of the target alone, the one with the draft); what that needs before it starts has been run."""
     from ..formats.serving import serve_commands
+    from ..serving.process import run_command
 
     assert asked.target is not None
     assert asked.draft is not None
     plain = engine.server(asked.target)
     if plain is None:
         raise ForedraftError(f"engine '{asked.engine}' has no server: leave --engine out, and transformers is measured")
-    dtype = ["--dtype", asked.dtype]
-    drafted = serve_commands(engine, asked.draft, asked.target, asked.num_draft_tokens, asked.loading)[-1]
-    return [*plain, *engine.repository_arguments(asked.loading), *dtype], [*drafted, *dtype]
+    *before, drafted = serve_commands(engine, asked.draft, asked.target, asked.num_draft_tokens, asked.loading, dtype=asked.dtype)
+    for words in before:
+        run_command(words)
+    return [*plain, *engine.repository_arguments(asked.loading, asked.dtype)], drafted
 
 
 def _ours(asked: Asked, questions: Mapping[str, list[Any]]) -> dict[str, dict[str, Any]]:

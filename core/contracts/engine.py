@@ -65,6 +65,20 @@ def total(metrics: Metrics, name: str, **labels: str) -> float:
     return sum(value for called, has, value in metrics if called == name and labels.items() <= has.items())
 
 
+def accepted_by_position(server: str, before: Metrics, after: Metrics) -> Accepted | None:
+    """By counters as vLLM names them, and llama.cpp after it: `server`:spec_decode_num_drafts_total and its kin."""
+
+    def since(name: str, **labels: str) -> float:
+        called = f"{server}:spec_decode_{name}_total"
+        return total(after, called, **labels) - total(before, called, **labels)
+
+    if not (drafts := since("num_drafts")):
+        return None
+    name = "num_accepted_tokens_per_pos"
+    positions = sorted({int(has["position"]) for called, has, _ in after if called == f"{server}:spec_decode_{name}_total"})
+    return Accepted(1 + since("num_accepted_tokens") / drafts, [since(name, position=str(p)) / drafts for p in positions])
+
+
 class EngineBase(Plugin):
     """A serving system. What it serves is told by what its loader reads of a `config.json`, never by who wrote the draft.
 
@@ -110,10 +124,14 @@ class EngineBase(Plugin):
             return [Finding(f"{self.name}-refuses", "error", reason, breaks, "`foredraft info DRAFT` says which engines do")]
         return []
 
-    def repository_arguments(self, repository: Repository) -> list[str]:
-        """What `arguments` are followed by: how the target's repository is read. All engines known so far spell it alike."""
+    def repository_arguments(self, repository: Repository, dtype: str | None = None) -> list[str]:
+        """What `arguments` are followed by: how the target's repository is read, and its dtype (auto, float32, ...), if told.
+
+        All engines known so far that read such repositories spell it alike.
+        """
         revision = ["--revision", repository.revision] if repository.revision else []
-        return [*revision, *(["--trust-remote-code"] if repository.trust_remote_code else [])]
+        trusted = ["--trust-remote-code"] if repository.trust_remote_code else []
+        return [*revision, *trusted, *(["--dtype", dtype] if dtype else [])]
 
 
 def unknown_architecture(config: Config, known: Mapping[str, Any] | tuple[str, ...]) -> str | None:

@@ -82,6 +82,15 @@ def measure(
     return found, texts
 
 
+def check_drafted(found: Sequence[Load], url: str) -> None:
+    """Raises `ForedraftError` where a server that has a draft and tells what it counts drafted nothing.
+
+    llama.cpp only logs that a draft could not be set up, and goes on without it.
+    """
+    if all(load.tau is None for load in found) and read_metrics(url):
+        raise ForedraftError("the server answered without drafting a token: its draft is not in use, see what it said of it")
+
+
 def parse_loads(text: str) -> list[int]:
     """`1,4,16` as numbers. Raises `ForedraftError` for anything else."""
     try:

@@ -34,6 +34,7 @@ def serve_commands(
     num_tokens: int | None = None,
     repository: Repository = PLAIN,
     registry: Registry | None = None,
+    dtype: str | None = None,
 ) -> list[list[str]]:
     """The command by which `engine` serves the draft in a directory, in a file or on the hub; before it what has to be run once.
 
@@ -52,7 +53,7 @@ def serve_commands(
     if "foredraft" in config:
         check_named(check_fields(config, path).foredraft.target.model_dump(), target, repository)
     arguments = engine.arguments(config, str(draft), target, tokens_to_draft(num_tokens, most_tokens(described)))
-    commands = [engine.prepare(config, str(draft), target), [*arguments, *engine.repository_arguments(repository)]]
+    commands = [engine.prepare(config, str(draft), target), [*arguments, *engine.repository_arguments(repository, dtype)]]
     return [words for words in commands if words]
 
 

@@ -1,14 +1,18 @@
 """A server that is started for a piece of work, and ended with it."""
 
 import os
+import re
 import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import IO
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -18,6 +22,8 @@ PATIENCE = 1800.0
 """Seconds that a server may take to load."""
 GRACE = 20.0
 """Seconds that it may take to end."""
+LAST = 15
+FAILURE = re.compile(r"fail|error|exception|unsupported", re.IGNORECASE)
 
 
 def free_port() -> int:
@@ -40,7 +46,8 @@ def running_engine(command: Sequence[str], arguments: str | None = None) -> Abst
 def running(command: Sequence[str], port: int, patience: float = PATIENCE) -> Iterator[str]:
     """The base URL of a server that `command` starts on `port`, once it is healthy; it is ended with the block, whatever it has started.
 
-    Raises `ForedraftError`, with the last lines it said, where it does not start, ends, or takes longer than `patience` seconds.
+    Raises `ForedraftError`, with what it said of errors and last, where it does not start, ends, or takes longer than `patience` seconds;
+    errors of the block are told with the same.
     """
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+", errors="replace") as said:
@@ -52,14 +59,30 @@ def running(command: Sequence[str], port: int, patience: float = PATIENCE) -> It
             start = time.monotonic()
             while not _healthy(url):
                 if process.poll() is not None or time.monotonic() - start > patience:
-                    said.seek(0)
-                    last = "".join(said.readlines()[-15:])
                     why = f"ended with status {process.returncode}" if process.poll() is not None else f"is not up after {patience:.0f} s"
-                    raise ForedraftError(f"the server {why}: {' '.join(command)}\n{last}")
+                    raise ForedraftError(f"the server {why}: {' '.join(command)}")
                 time.sleep(0.2)
             yield url
+        except ForedraftError as error:
+            raise type(error)(f"{error}\nthe server said:\n{_told(said)}") from error
         finally:
             _end(process)
+
+
+def _told(said: IO[str]) -> str:
+    """Of a server's log what is about failures, and its end."""
+    said.seek(0)
+    lines = said.readlines()
+    wrong = [line for line in lines[:-LAST] if FAILURE.search(line)]
+    return "".join([*wrong[:LAST], *lines[-LAST:]]).rstrip()
+
+
+def run_command(words: Sequence[str]) -> None:
+    """What has to be run before a server; our own programs are found without a PATH. Raises `ForedraftError` with its words if it fails."""
+    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    done = subprocess.run(list(words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PATH": here})
+    if done.returncode:
+        raise ForedraftError(f"`{shlex.join(words)}` ended with status {done.returncode}:\n{done.stdout[-2000:]}")
 
 
 def _healthy(url: str) -> bool:

@@ -60,7 +60,7 @@ def capture(
         command = started.extraction(config.target, read, directory)
         if command is None:
             raise ForedraftError(f"engine '{engine}' extracts no hidden states; leave --engine out, and transformers runs the target")
-        more = ["--dtype", str(dtype).removeprefix("torch."), *started.repository_arguments(config)]
+        more = started.repository_arguments(config, str(dtype).removeprefix("torch."))
         with running_engine([*command, *more], engine_arguments) as url:
             return by(Server(url))
 
