@@ -1,6 +1,8 @@
 """Drafts and targets in GGUF files: what is written is what llama.cpp would compute, what is read is what was written."""
 
+import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from foredraft import ForedraftError, Target, auto_draft, save_draft
 from foredraft.cli import main
 from foredraft.doctor import examine, open_subject
+from foredraft.files.ours import record
 from foredraft.files.tensor_names import TARGET_HEAD
 from foredraft.formats import export_draft, import_draft, serve_command
 from foredraft.plugins.gguf import GGUF, INSIDE, GGUFOptions, _paired
@@ -218,6 +221,24 @@ def test_doctor_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert serve_command(engine, tmp_path / "draft", str(target), 2) == f"{command} 2", "its file is there"
     os.utime(file, (0, 0))
     both = serve_command(engine, tmp_path / "draft", str(target), 2).splitlines()
+    costs = tmp_path / "costs.json"
+    for told, chosen in (
+        ({"1": 1.3, "2": 1.4, "4": 2.4}, 2),
+        ({"1": 1.1, "3": 2.0}, 1),
+        ({"4": 1.0}, 4),
+        ({"2": 1.9}, "no number of drafted"),
+    ):
+        costs.write_text(json.dumps({"costs": told}))
+        record(
+            tmp_path / "draft",
+            {"a": {"tau": 1.6, "acceptance": [0.5, 0.3, 0.1, 0.1]}, "b": {"tau": 1.2, "acceptance": [0.3, 0.2, 0.1, 0.1]}},
+        )
+        with nullcontext() if isinstance(chosen, int) else pytest.raises(ForedraftError, match=chosen):
+            assert serve_command(engine, tmp_path / "draft", str(target), costs=costs).endswith(f"-max {chosen}")
+    for where, wrong, text in ((file, "{}", "is not recorded"), (tmp_path / "draft", '{"costs": [1]}', "expected JSON such as")):
+        costs.write_text(wrong)
+        with pytest.raises(ForedraftError, match=text):
+            serve_command(engine, where, str(target), costs=costs)
     assert both == [f"foredraft export {tmp_path / 'draft'} {file} --format gguf --target {target}", f"{command} 2"]
     with pytest.raises(ForedraftError, match="loads GGUF files"):
         serve_command(engine, file, str(tmp_path / "target"))

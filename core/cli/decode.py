@@ -175,7 +175,8 @@ def _tell(results: "Mapping[str, Evaluation]", out: Path | None, draft: "Path | 
         plot_acceptance(results, out.with_suffix(".png"))
         console.print(f"written: {out} and {out.with_suffix('.png')}")
     if isinstance(draft, Path):
-        record(draft, {name: {"tau": round(result.tau, 3), **result.settings} for name, result in results.items()})
+        shares = {name: [round(a, 4) for a in result.acceptance] for name, result in results.items()}
+        record(draft, {name: {"tau": round(r.tau, 3), "acceptance": shares[name], **r.settings} for name, r in results.items()})
     demand_identical(results)
 
 

@@ -73,9 +73,14 @@ def serve(
     loading: Repository,
     engine: Annotated[str, typer.Option(help="serving system (see `foredraft plugins`)")] = "vllm",
     num_draft_tokens: DraftTokensOption = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="JSON of what passes cost here (benchmarks/llamacpp.py): chooses how many tokens are drafted")
+    ] = None,
 ) -> None:
     """Print the command line that serves a draft, or why the engine does not serve it."""
     from ..formats.serving import serve_command
     from ..registry import default_registry
 
-    print(serve_command(default_registry().engine(engine)(), draft, target, num_draft_tokens, loading))
+    if costs and num_draft_tokens:
+        raise ForedraftError("--costs chooses how many tokens are drafted: leave --num-draft-tokens out, or --costs")
+    print(serve_command(default_registry().engine(engine)(), draft, target, num_draft_tokens, loading, costs=costs))

@@ -68,6 +68,8 @@ class Measured(Strict):
     """An entry of `foredraft.measured`."""
 
     tau: float
+    acceptance: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(max_length=MOST)] = []
+    """Share of drafts accepted up to position 1, 2, ..."""
 
 
 class Made(Strict):

@@ -1,11 +1,14 @@
 """The command line by which an engine serves a draft."""
 
+import json
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 from ..contracts.algorithm import tokens_to_draft
 from ..contracts.engine import Config, EngineBase
 from ..contracts.loading import PLAIN, Repository
+from ..decoding.speedup import best_length
 from ..errors import ForedraftError
 from ..files.hub import find_draft
 from ..files.raw import Checkpoint
@@ -22,9 +25,47 @@ def serve_command(
     num_tokens: int | None = None,
     repository: Repository = PLAIN,
     registry: Registry | None = None,
+    costs: Path | None = None,
 ) -> str:
-    """`serve_commands` as lines for a shell."""
+    """`serve_commands` as lines for a shell; with `costs`, a file that `tokens_that_pay` reads, it chooses how many tokens are drafted."""
+    if costs is not None:
+        num_tokens = tokens_that_pay(costs, find_draft(draft))
     return "\n".join(map(shlex.join, serve_commands(engine, draft, target, num_tokens, repository, registry)))
+
+
+def tokens_that_pay(costs: Path, draft: Path) -> int:
+    """How many tokens are best drafted, by what was recorded of a draft's acceptance (`foredraft eval --record`) and by measured costs.
+
+    Of prompt sets the mean. `costs` is JSON with `{"costs": {"1": 1.3, "2": 1.6, "4": 2.4}}`: what a pass with so many drafted tokens
+    costs, drafting included, in passes of the target alone (`benchmarks/llamacpp.py` writes it); what lies between is interpolated,
+    nothing beyond is looked at. Raises `ForedraftError` for anything else, and where no number of tokens pays.
+    """
+    config: Config = {} if draft.is_file() else read_config(draft)
+    measured = check_fields(config, draft).foredraft.measured.values() if "foredraft" in config else ()
+    found = [set.acceptance for set in measured if set.acceptance]
+    if not found:
+        record = "measure it, `foredraft eval --record` of its directory, and name that"
+        raise ForedraftError(f"--costs: how often drafts of '{draft}' are accepted is not recorded; {record}")
+    cost = _read_costs(costs)
+    shares = [sum(at) / len(at) for at in zip(*found, strict=False)][: max(cost)]
+    best, _ = best_length(shares, [cost[k] for k in range(len(shares) + 1)], [0.0] * len(shares))
+    if best == 0:
+        gains = ", ".join(f"{1 + sum(shares[:k]):.2f} tokens for {cost[k]:.2f} passes with {k}" for k in range(1, len(shares) + 1))
+        raise ForedraftError(f"by '{costs}' no number of drafted tokens pays ({gains}): serve the target alone, or name --num-draft-tokens")
+    return best
+
+
+def _read_costs(file: Path) -> dict[int, float]:
+    """By number of drafted tokens, from none, without gaps."""
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))["costs"]
+        known = {0: 1.0, **{int(k): float(cost) for k, cost in told.items()}}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ForedraftError(f"--costs {file}: expected JSON such as {{'costs': {{'1': 1.3, '2': 1.6}}}}: {error}") from error
+    between = {}
+    for (a, low), (b, high) in pairwise(sorted(known.items())):
+        between |= {k: low + (high - low) * (k - a) / (b - a) for k in range(a, b + 1)}
+    return between
 
 
 def serve_commands(
