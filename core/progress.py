@@ -9,7 +9,10 @@ INTERVAL = 30.0
 
 
 class Progress:
-    """`with Progress("answering", total=917) as advance: ... advance(32)`: a bar, or `answering: 320 of 917, 12 min left` on stderr."""
+    """`with Progress("answering", total=917) as advance: ... advance(32)`: a bar, or lines on stderr.
+
+    A line: `answering: 320 of 917, 0.8 a second, 12 min left`.
+    """
 
     def __init__(self, what: str, total: int, done: int = 0, show: bool = True):
         self.what, self.total, self.done, self.show = what, total, done, show
@@ -40,8 +43,9 @@ class Progress:
             self._bar.advance(self._task, count)
         elif self.show and (now - self._told >= INTERVAL or self.done >= self.total):
             self._told = now
-            left = (now - self._start) / (self.done - self._before) * (self.total - self.done)
-            print(f"{self.what}: {self.done} of {self.total}" + (f", {duration(left)} left" if left else ""), file=sys.stderr, flush=True)
+            each = (now - self._start) / (self.done - self._before)
+            left = f", {1 / each:.3g} a second, {duration(each * (self.total - self.done))} left" if each and self.done < self.total else ""
+            print(f"{self.what}: {self.done} of {self.total}{left}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -288,5 +289,10 @@ class TestHoldingOut:
         said = [w for w in warnings if "left out" in w]
         assert sum(int(w.split()[0]) for w in said) == 12 + 12 + 8 - 4 - len(train)
         assert f"4 conversations of '{other}' are also in '{once} (held out)': left out" in said
+        mixed = [{"path": str(other), "weight": 2.5}, str(once)]
+        twice, _ = load_split(DataConfig.model_validate({"train": mixed, "held_out": 4}))
+        taken = Counter(c[0]["content"] for c in twice if c[1]["content"] != "an answer")
+        assert sorted(taken.values()) == [2, 2, 3, 3]
+        assert twice[10:] == [c for c in Conversations.load(once) if c[0]["content"] in taken]
         with pytest.raises(ForedraftError, match=r"once.jsonl, line 13: no turns"):
             load_split(data.model_copy(update={"strict": True}))

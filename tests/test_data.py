@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from tiny import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
@@ -11,9 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft import Conversations, DraftCollator, ForedraftError, pack
 from foredraft.contracts import Frozen, Plan
-from foredraft.data import Conversation, Rendered, Renderer, Unusable, render, with_template
+from foredraft.data import Conversation, Rendered, Renderer, Unusable, packing, render, skipped, tables, with_template
 from foredraft.data.collate import positions_within, seed_of
+from foredraft.data.pieces import MARK
 from foredraft.testing.passes import Probe
+from foredraft.training.resume import digest
 
 Messages = list[dict[str, Any]]
 THREE = [chat(f"question {i}", f"answer {i}") for i in range(3)]
@@ -228,6 +231,53 @@ class TestRenderer:
         assert (len(kept), dropped) == (3, 1)
 
 
+STRIPPED = CHATML.replace("{{ m.content }}", "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}")
+"""Like Qwen3's: what is rendered of a turn depends on whether others follow."""
+UNPROVEN = {
+    "stripped": STRIPPED,
+    "counts": CHATML.replace("{{ m.content }}", "{{ loop.index }}/{{ messages | length }} {{ m.content }}"),
+    "looks ahead": CHATML.replace("{{ m.content }}", "{{ m.content }}{{ (messages[loop.index] or m).role }}"),
+    "a part": CHATML.replace("in messages", "in messages[0:]"),
+    "ends otherwise": CHATML.replace("{% if add", "{{ messages[0].role }}{% if add"),
+    "asks before": "{% if add_generation_prompt %}!{% endif %}" + CHATML,
+    "skips": CHATML.replace("<|im_start|>{{", "{% if m.role == 'tool' %}{% continue %}{% endif %}<|im_start|>{{", 1),
+}
+
+
+class TestPieces:
+    """One rendering for all prefixes, where a template is proven to write message after message."""
+
+    @pytest.mark.parametrize("name", [n for n in TEMPLATES if n != "tagged"])
+    def test_the_same_as_by_prefixes(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        fast, exact = (Renderer(tokenizer_of(name)) for _ in range(2))
+        monkeypatch.setattr(exact.pieces, "marked", None)
+        assert fast.pieces.opening
+        call = {"function": {"name": "look_up", "arguments": {"a": 1}}}
+        conversations = [
+            [{"role": "system", "content": "be brief"}, *chat("hello", "hi — 😀", " more ", " ", "q", "b\n")],
+            chat(*(f"{i} {'x' * (i % 3)}" for i in range(9))),
+            [{"role": "assistant", "content": "welcome"}, *chat("q", "a")],
+            [*chat("q", f"a {MARK} b", "c", "d")],
+            Conversation([*chat("q"), {"role": "assistant", "content": "", "tool_calls": [call]}, *chat("r", "s")], tools=[{"name": "t"}]),
+        ]
+        for conversation in conversations[: 5 if name == "tools" else 4]:
+            for length in (None, 7, 30):
+                assert fast.render(conversation, length) == exact.render(conversation, length)
+        asked = []
+        text = fast.template.text
+        monkeypatch.setattr(fast.template, "text", lambda *a, **k: asked.append(a) or text(*a, **k))
+        fast.render(conversations[1])
+        assert len(asked) == 1
+
+    @pytest.mark.parametrize("name", UNPROVEN)
+    def test_without_a_proof_prefixes_are_rendered(self, name: str) -> None:
+        renderer = Renderer(tiny_tokenizer(UNPROVEN[name]))
+        messages = [*chat("q", "a"), {"role": "tool", "content": "t"}, *chat("r", "b")]
+        assert renderer.pieces.of(messages, None) is None
+        if name in ("a part", "skips"):
+            assert renderer.render(messages) == Renderer(tiny_tokenizer(UNPROVEN[name].replace("[0:]", ""))).render(messages)
+
+
 class TestPack:
     def lengths(self, conversations: Sequence[Messages]) -> list[int]:
         return [len(Renderer(tiny_tokenizer()).render(m).ids) for m in conversations]
@@ -264,6 +314,40 @@ class TestPack:
                 texts.append([i for i, d in zip(row["input_ids"], row["documents"], strict=True) if d == document])
         expected = [Renderer(tiny_tokenizer()).render(m).ids for m in conversations]
         assert sorted(texts) == sorted(expected)
+
+    @pytest.mark.parametrize("processes", [1, 2])
+    def test_from_files_by_several_processes_and_from_the_cache(
+        self, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The same rows, in the same order, and the same said of what is skipped, as in memory; the second time nothing is rendered."""
+        said: list[str] = []
+        monkeypatch.setattr(skipped.logger, "warning", said.append)
+        broken = chat("a", "<think>x</think>b", "c", "<think>y</think>d")
+        some = [chat("q" * (i % 7), "a" * (1 + 9 * i % 70)) if i % 9 else (broken, chat("q"))[i % 2] for i in range(150)]
+        tokenizer = tiny_tokenizer(STRIPPED)
+        whole = pack(Conversations(some, "here"), tokenizer, 64)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+        monkeypatch.setattr(tables, "IN_MEMORY", 0)
+        monkeypatch.setattr(packing, "MANY", 20)
+        for _ in range(2):
+            conversations = Conversations(some, "here")
+            assert conversations.rows.cache_files
+            rows = pack(conversations, tokenizer, 64, processes=processes)
+            assert rows.cache_files
+            assert rows.to_list() == whole.to_list()
+            assert rows.info.description == whole.info.description
+            assert digest(rows) == digest(whole)
+            monkeypatch.setattr(Renderer, "render", None)
+        assert len(said) == 3
+        assert len(set(said)) == 1
+        assert "here, conversation 0: no consistent assistant mask" in said[0]
+        assert not list(tmp_path.rglob("*.part"))
+
+    def test_strict_in_another_process(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packing, "MANY", 2)
+        some = Conversations([*THREE, chat("a", "<think>x</think>b", "c", "d")], "here")
+        with pytest.raises(ForedraftError, match=r"^here, conversation 3: no consistent assistant mask"):
+            pack(some, tiny_tokenizer(STRIPPED), 64, strict=True, processes=2)
 
     def test_cut_and_dropped_are_counted(self) -> None:
         conversations = [chat("q", "a"), chat("only a question"), chat("q", "long " * 40), chat("long " * 40, "a")]

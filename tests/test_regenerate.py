@@ -185,4 +185,4 @@ class TestRegenerate:
             for _ in range(3):
                 advance(2)
         err = capsys.readouterr().err
-        assert terminal or err == "answering: 6 of 8, 20 s left\nanswering: 8 of 8\n"
+        assert terminal or err == "answering: 6 of 8, 0.1 a second, 20 s left\nanswering: 8 of 8\n"

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load
 from torch import Generator, Tensor
@@ -37,7 +38,9 @@ class DraftCollator:
 
         Where rows have images `pixels`, for each row its target's inputs beside the ids by name, or None.
         """
-        batch: dict[str, Any] = {key: torch.tensor([r[key] for r in rows]) for key in ("input_ids", "documents", "spans", "row")}
+        batch: dict[str, Any] = {
+            k: torch.from_numpy(np.array([r[k] for r in rows], np.int64)) for k in ("input_ids", "documents", "spans", "row")
+        }
         batch |= pixels_of(rows)
         batch["positions"] = positions_within(batch["documents"])
         batch["ends"], batch["multiple"] = ends_of(batch["positions"]), self.multiple

@@ -4,7 +4,7 @@ import glob
 import gzip
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ Named = tuple[str, Any]
 _JSON = (".jsonl", ".json", ".gz")
 
 
-def read_records(source: str | Path, split: str = "train") -> Iterator[Named]:
-    """The records of a file, a glob, a folder, or a `datasets` hub id.
+def read_records(source: str | Path, split: str = "train", few: bool = False) -> Iterator[Named]:
+    """The records of a file, a glob, a folder, or a `datasets` hub id, from which they are streamed where only a `few` are wanted.
 
     `split` may be sliced and added up, as in `train[:100]+test`. A file, or a glob, is one split, by whatever name it is asked for;
     the files of a folder belong to splits as `datasets` tells them. Raises `ForedraftError` if the source cannot be read.
     """
     try:
-        yield from _read(str(source), split)
+        yield from _read(str(source), split, few and "[" not in split)
     except ForedraftError:
         raise
     except Exception as error:
@@ -43,13 +43,13 @@ def is_turns(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value)
 
 
-def _read(source: str, split: str) -> Iterator[Named]:
+def _read(source: str, split: str, few: bool) -> Iterator[Named]:
     import datasets
 
     datasets.disable_progress_bars()
     files = _local(source)
     if files is None:
-        yield from rows_of(source, datasets.load_dataset(source, split=split))
+        yield from rows_of(source, datasets.load_dataset(source, split=split, **({"streaming": True} if few else {})))
         return
     names = [part.partition("[")[0].strip() for part in split.split("+")]
     splits = dict.fromkeys(names, files) if isinstance(files, list) else files
@@ -58,9 +58,9 @@ def _read(source: str, split: str) -> Iterator[Named]:
     if split in splits:
         yield from chain.from_iterable(map(_read_file, splits[split]))
         return
-    records = {name: list(chain.from_iterable(map(_read_file, splits[name]))) for name in names}
-    for part in datasets.ReadInstruction.from_spec(split).to_absolute({name: len(found) for name, found in records.items()}):
-        yield from records[part.splitname][part.from_ : part.to]
+    counts = {name: sum(1 for _ in chain.from_iterable(map(_read_file, splits[name]))) for name in names}
+    for part in datasets.ReadInstruction.from_spec(split).to_absolute(counts):
+        yield from islice(chain.from_iterable(map(_read_file, splits[part.splitname])), part.from_, part.to)
 
 
 def _local(source: str) -> list[Path] | dict[str, list[Path]] | None:

@@ -1,19 +1,26 @@
 """From a conversation to token ids and the spans that the assistant wrote, by the target tokenizer's own chat template."""
 
-from bisect import bisect_left, bisect_right
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import transformers
 from torch import Tensor
 
 from ..errors import ForedraftError
 from .conversations import Conversations
 from .forms import Conversation, Message, conversation_of
 from .images import images_in
+from .pieces import Pieces
 from .skipped import Skipped, Unusable
 from .template import TEXTUAL, Reader, Template
+
+Array = np.ndarray[Any, Any]
+_ENCODING = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False, "return_token_type_ids": False}
+
 
 # Of a long text so many characters behind the last token that is wanted are read too, and again as many to see that they do not matter.
 MARGIN = 4096
@@ -40,6 +47,7 @@ class Renderer:
 
     def __init__(self, reader: Reader):
         self.template = Template(reader)
+        self.pieces = Pieces(self.template)
         tokenizer = self.tokenizer = self.template.tokenizer
         # all_special_ids holds the named ones (eos, pad ...) only; an end-of-turn token need not be among them.
         self.special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
@@ -48,19 +56,28 @@ class Renderer:
                 f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed to find the assistant's tokens"
             )
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for what renders the same."""
+        tokenizer, processor = self.tokenizer, self.template.processor
+        told = [str(tokenizer.chat_template), tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()]
+        told += [str(processor), transformers.__version__] if processor is not None else []
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
     def render(self, messages: Sequence[Message], length: int | None = None) -> Rendered:
         """Ids and spans of all or the first `length` tokens. Raises `Unusable`, showing the conversation, if it has no consistent spans."""
         conversation = messages if isinstance(messages, Conversation) else conversation_of(list(messages))
         try:
-            text = self.template.text(conversation, conversation.tools)
+            pieces = None if self.template.tagged else self.pieces.of(conversation, conversation.tools)
+            text, ends = pieces or (self.template.text(conversation, conversation.tools), None)
             tokens = self._seen(text, conversation, length) if images_in(conversation) else self._encode(text, length)
-            spans = [-1] * len(tokens.ids)
-            for turn, inside in self._by_tags(conversation, tokens) if self.template.tagged else self._by_prefixes(conversation, tokens):
-                for n in inside:
-                    spans[n] = turn
+            found = self._by_tags(conversation, tokens) if self.template.tagged else self._by_prefixes(conversation, tokens, ends)
+            spans = np.full(len(tokens.ids), -1)
+            for turn, inside in found:
+                spans[inside] = turn
         except Unusable as reason:
             raise Unusable(reason.kind, f"{reason.detail}\n{_show(conversation)}") from reason
-        return Rendered(tokens.ids, spans, tokens.pixels)
+        return Rendered(tokens.ids, spans.tolist(), tokens.pixels)
 
     def render_all(self, conversations: Conversations, length: int | None = None, *, strict: bool = False) -> tuple[list[Rendered], int]:
         """All that have something to supervise within `length` tokens, and the number of those that have not.
@@ -79,7 +96,7 @@ class Renderer:
         kept = [r for r in rendered if any(s >= 0 for s in r.spans)]
         return kept, len(conversations) - len(kept)
 
-    def _by_tags(self, conversation: Conversation, tokens: "_Tokens") -> Iterator[tuple[int, list[int]]]:
+    def _by_tags(self, conversation: Conversation, tokens: "_Tokens") -> Iterator[tuple[int, Array]]:
         spans = self.template.tags(conversation, conversation.tools)
         answers = [i for i, m in enumerate(conversation) if m["role"] == "assistant"]
         if not spans and any(conversation[i]["content"].strip() for i in answers):
@@ -89,16 +106,16 @@ class Renderer:
                 end = _learnt(conversation, turn, answers[turn], tokens.text, start, end)
             yield turn, tokens.inside(start, end)
 
-    def _by_prefixes(self, conversation: Conversation, tokens: "_Tokens") -> Iterator[tuple[int, list[int]]]:
-        """Turn by turn, as far as tokens are wanted."""
+    def _by_prefixes(self, conversation: Conversation, tokens: "_Tokens", ends: list[int] | None) -> Iterator[tuple[int, Array]]:
+        """Turn by turn, as far as tokens are wanted; what a prefix renders is known where it is known where messages end."""
         text, tools = tokens.text, conversation.tools
         for turn, i in enumerate(i for i, m in enumerate(conversation) if m["role"] == "assistant"):
             if i == 0:
                 continue  # nobody asked: a greeting that the model is not prompted for
-            asked = self.template.text(conversation[:i], tools, prompt=True)
+            asked = text[: ends[i - 1]] + str(self.pieces.opening) if ends else self.template.text(conversation[:i], tools, prompt=True)
             if len(asked) >= tokens.reach:
                 return
-            answered = self.template.text(conversation[: i + 1], tools).removesuffix(self.template.closing)
+            answered = text[: ends[i]] if ends else self.template.text(conversation[: i + 1], tools).removesuffix(self.template.closing)
             if not (answered.startswith(asked) and text.startswith(answered)):
                 raise Unusable(
                     "no consistent assistant mask",
@@ -109,13 +126,13 @@ class Renderer:
             inside = tokens.inside(len(asked), end)
             yield turn, self._to_end_of_turn(tokens, inside, end) if end == len(answered) else inside
 
-    def _to_end_of_turn(self, tokens: "_Tokens", inside: list[int], end: int) -> list[int]:
+    def _to_end_of_turn(self, tokens: "_Tokens", inside: Array, end: int) -> Array:
         """Cut what the template puts after the end-of-turn token: the model never writes it."""
         unread = tokens.text[tokens.reach : end]
-        if any(token in unread for token in self._special_texts):
+        if unread and any(token in unread for token in self._special_texts):
             return inside  # the turn goes on behind what was wanted
-        ends = [n for n in inside if tokens.ids[n] in self.special]
-        return [n for n in inside if n <= ends[-1]] if ends else inside
+        last = next((place for place in range(len(inside) - 1, -1, -1) if tokens.ids[inside[place]] in self.special), None)
+        return inside if last is None else inside[: last + 1]
 
     @cached_property
     def _special_texts(self) -> list[str]:
@@ -128,14 +145,14 @@ class Renderer:
         """
         room = len(text) if length is None else 8 * length + MARGIN
         while length is not None and 2 * (room + MARGIN) < len(text):
-            ids, offsets = self._tokenized(text[:room])
-            if len(ids) > length and offsets[length][1] + MARGIN <= room:
-                longer, _ = self._tokenized(text[: room + MARGIN])
+            ids, starts, ends = self._tokenized(text[:room])
+            if len(ids) > length and ends[length] + MARGIN <= room:
+                longer, _, _ = self._tokenized(text[: room + MARGIN])
                 if longer[:length] == ids[:length]:
-                    return _Tokens(text, ids[:length], offsets[:length])
+                    return _Tokens(text, ids[:length], starts[:length], ends[:length])
             room *= 4
-        ids, offsets = self._tokenized(text)
-        return _Tokens(text, ids[:length], offsets[:length])
+        ids, starts, ends = self._tokenized(text)
+        return _Tokens(text, ids[:length], starts[:length], ends[:length])
 
     def _seen(self, text: str, conversation: Conversation, length: int | None) -> "_Tokens":
         """The tokens of a text with images. Those of an image are as wide as nothing, where its place in the text ends.
@@ -158,25 +175,27 @@ class Renderer:
                 f"an image that ends beyond {length} tokens", f"the conversation has {len(ids)}: raise max_length, or shrink images"
             )
         row = {name: value[:, :length] if value.shape == (1, len(ids)) else value for name, value in pixels.items()}
-        return _Tokens(text, ids[:length], back[:length], row)
+        starts, ends = np.array(back[:length], np.int64).reshape(-1, 2).T
+        return _Tokens(text, ids[:length], starts, ends, row)
 
-    def _tokenized(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoded["input_ids"], encoded["offset_mapping"]
+    def _tokenized(self, text: str) -> tuple[list[int], Array, Array]:
+        """Ids of a text, and where each starts and ends in it."""
+        encoded = self.tokenizer(text, **_ENCODING)
+        offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        return encoded["input_ids"], offsets[:, 0], offsets[:, 1]
 
 
 class _Tokens:
     """Ids of a text, or of its beginning, and where each starts and ends in it."""
 
-    def __init__(self, text: str, ids: list[int], offsets: list[tuple[int, int]], pixels: dict[str, Any] | None = None):
-        self.text, self.ids, self.pixels = text, ids, pixels
-        self.starts, self.ends = [start for start, _ in offsets], [end for _, end in offsets]
-        self.reach = self.ends[-1] if offsets else 0
+    def __init__(self, text: str, ids: Sequence[int], starts: Array, ends: Array, pixels: dict[str, Any] | None = None):
+        self.text, self.ids, self.starts, self.ends, self.pixels = text, list(ids), starts, ends, pixels
+        self.reach = int(ends[-1]) if len(ends) else 0
 
-    def inside(self, start: int, end: int) -> list[int]:
-        """Those wholly between two characters."""
-        found = range(bisect_left(self.starts, start), bisect_right(self.ends, end))
-        return [n for n in found if self.ends[n] > self.starts[n]]
+    def inside(self, start: int, end: int) -> Array:
+        """Those wholly between two characters, by number."""
+        found = np.arange(np.searchsorted(self.starts, start), np.searchsorted(self.ends, end, "right"))
+        return found[self.ends[found] > self.starts[found]]
 
 
 def _learnt(conversation: Conversation, turn: int, i: int, text: str, start: int, end: int) -> int:

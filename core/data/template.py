@@ -41,9 +41,9 @@ class Template:
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
         """Whether it marks what the assistant writes."""
 
-    def text(self, messages: Sequence[Message], tools: list[Any] | None = None, prompt: bool = False) -> str:
+    def text(self, messages: Sequence[Message], tools: list[Any] | None = None, prompt: bool = False, **other: Any) -> str:
         """The conversation; with `prompt`, up to where the assistant's next turn begins. Raises `Unusable` where the template does."""
-        return _apply(self.tokenizer, self._shown(messages), tools=tools, tokenize=False, add_generation_prompt=prompt)
+        return _apply(self.tokenizer, self._shown(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **other)
 
     def tags(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[tuple[int, int]]:
         """From which character to which the template marks the text as the assistant's."""

@@ -1,6 +1,7 @@
 """What can be known of a run before data is packed and the target's weights are loaded: looked at together, told together."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..files.writing import check_place
 from ..registry import default_registry
 from ..target.loading import load_config
 from .defaults import DraftTrainingArguments
-from .settings import RunConfig
+from .settings import RunConfig, Source
 
 
 def check_run(config: RunConfig) -> DraftTrainingArguments:
@@ -21,7 +22,7 @@ def check_run(config: RunConfig) -> DraftTrainingArguments:
     problems: list[str] = []
     for source in sources(config.data.train) + sources(config.eval_data or []):
         with gathering(problems):
-            next(read_records(source, config.data.split), None)
+            next(read_records(source.path, config.data.split, few=True), None)
     for key, directory in (("output_dir", config.output_dir), ("hidden_states_cache", config.hidden_states_cache)):
         with gathering(problems):
             if directory is not None:
@@ -100,6 +101,7 @@ def check_embedding(config: RunConfig, method: Any) -> None:
         raise ForedraftError(f"train_embedding: a draft by algorithm '{method.name}' {why}")
 
 
-def sources(named: list[str] | str) -> list[str]:
+def sources(named: Sequence[Source | str] | Source | str) -> list[Source]:
     """One source of conversations, or several, as a list."""
-    return [named] if isinstance(named, str) else named
+    several = [named] if isinstance(named, str | Source) else named
+    return [Source.model_validate({"path": one}) if isinstance(one, str) else one for one in several]

@@ -33,6 +33,13 @@ def check_rows(rows: Any, vocab_size: int, what: str) -> None:
     check_ids(_highest_id(rows), vocab_size, what)
 
 
+def as_arrays(rows: Any) -> Any:
+    """The same rows; of data sets their columns of numbers are read as arrays, out of the file that they lie in."""
+    if isinstance(rows, Mapping):
+        return {name: as_arrays(part) for name, part in rows.items()}
+    return rows.with_format("numpy", columns=[*COLUMNS], output_all_columns=True) if isinstance(rows, Dataset) else rows
+
+
 def _highest_id(rows: Any) -> int:
     if isinstance(rows, Dataset):
         return int(pyarrow.compute.max(pyarrow.compute.list_flatten(rows.data.column("input_ids"))).as_py())

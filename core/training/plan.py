@@ -164,20 +164,21 @@ def make_draft(config: RunConfig, target: PretrainedConfig) -> BaseDraft:
 def look_at(config: RunConfig) -> Text | None:
     """The run's data, by its first conversations; None where it, or the tokenizer, is not there."""
     tokens, share = list[int](), list[int]()
-    number: int | None = 0
+    number: float | None = 0
     try:
         for source in sources(config.data.train):
-            some = Conversations.load(source, config.data.split, limit=min(SAMPLE, config.data.limit or SAMPLE))
+            some = Conversations.load(source.path, config.data.split, limit=min(SAMPLE, config.data.limit or SAMPLE))
             renderer = Renderer(load_tokenizer(config.target, config, some.have_images))
             rendered, _ = renderer.render_all(some, config.data.max_length)
             tokens += [len(r.ids) for r in rendered]
             share += [sum(s >= 0 for s in r.spans) for r in rendered]
-            number = number + n if number is not None and (n := _number(source, config)) is not None else None
+            number = number + n * source.weight if number is not None and (n := _number(source.path, config)) is not None else None
     except ForedraftError:
         return None
     if not tokens:
         return None
-    return Text(number and max(0, number - config.data.held_out), sum(tokens) / len(tokens), sum(share) / sum(tokens))
+    counted = None if number is None else max(0, round(number) - config.data.held_out)
+    return Text(counted, sum(tokens) / len(tokens), sum(share) / sum(tokens))
 
 
 def _number(source: str, config: RunConfig) -> int | None:

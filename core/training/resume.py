@@ -93,7 +93,7 @@ def digest(rows: Dataset) -> str:
     found = hashlib.sha256()
     for name in ("input_ids", "spans", *(["pixels"] if "pixels" in rows.column_names else [])):
         for chunk in rows.data.column(name).chunks:
-            for buffer in (chunk if name == "pixels" else chunk.flatten()).buffers():
+            for buffer in (chunk if name == "pixels" else chunk.flatten().cast("int64")).buffers():
                 found.update(buffer or b"")
     return found.hexdigest()[:16]
 

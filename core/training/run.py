@@ -2,7 +2,6 @@
 
 import json
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
     model = load_target(config.target, config.target_dtype, config, arguments.device, layers=not whole)
     for text in () if begun else draft.assumed(model.config.get_text_config()):
         print(f"assumed: {text}", flush=True)
-    named = [public_name(source) for source in sources(config.data.train)]
+    named = [public_name(source.path) for source in sources(config.data.train)]
     draft.config.foredraft["data"] = {"sources": named, "packed": rows.info.description}
     layers, needs = draft.config.aux_layers, draft.algorithm.needs
     if config.hidden_states_cache:
@@ -116,8 +115,9 @@ def packed_rows(config: RunConfig) -> tuple[Reader, Dataset, Dataset | None]:
     """
     conversations, held_out = load_split(config.data, config.eval_data)
     tokenizer = load_tokenizer(config.target, config, conversations.have_images or held_out.have_images)
-    rows = pack(conversations, tokenizer, config.data.max_length, strict=config.data.strict)
-    eval_rows = pack(held_out, tokenizer, config.data.max_length, strict=config.data.strict) if held_out else None
+    asked: dict[str, Any] = {"strict": config.data.strict, "show_progress": True}
+    rows = pack(conversations, tokenizer, config.data.max_length, **asked)
+    eval_rows = pack(held_out, tokenizer, config.data.max_length, **asked) if held_out else None
     print(f"training data: {rows.info.description}", flush=True)
     check_rows(rows, load_config(config.target, config).get_text_config().vocab_size, "the training data")
     return tokenizer, rows, eval_rows
@@ -163,17 +163,17 @@ def fresh_draft(config: RunConfig, target: PretrainedConfig) -> BaseDraft:
 def load_split(data: DataConfig, eval_data: list[str] | str | None = None) -> tuple[Conversations, Conversations]:
     """(train, held out): `eval_data`, or some of the first source, so that more training data leaves them the same.
 
-    No source trains on what is held out, told by its content.
+    No source trains on what is held out, told by its content. Each is taken as often as its weight says.
     """
-    first, *others = (_load(source, data) for source in sources(data.train))
+    named = sources(data.train)
+    first, *others = (_load(source.path, data) for source in named)
     if eval_data is None:
         conversations, held_out = first.holding_out(data.held_out, data.held_out_seed)
     else:
-        held_out = Conversations(chain(*(_load(source, data) for source in sources(eval_data))), ", ".join(sources(eval_data)))
+        held_out = Conversations.joined([_load(source.path, data) for source in sources(eval_data)])
         conversations = first.without(held_out)
-    for other in others:
-        conversations = Conversations([*conversations, *other.without(held_out)], f"{conversations.source}, {other.source}")
-    return conversations, held_out
+    kept = [conversations, *(other.without(held_out) for other in others)]
+    return Conversations.joined([part.weighted(source.weight) for part, source in zip(kept, named, strict=True)]), held_out
 
 
 def _load(source: str, data: DataConfig) -> Conversations:

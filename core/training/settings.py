@@ -19,11 +19,18 @@ ABOVE |= dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile
 """What is said beside `training`, not in it."""
 
 
+class Source(Frozen):
+    """A source of conversations in a mix."""
+
+    path: str = Field(description="JSONL, JSON or parquet file, glob, folder, hub id")
+    weight: float = Field(1.0, gt=0, description="how often each of its conversations is taken: 2 is twice, 0.5 a drawn half of them")
+
+
 class DataConfig(Frozen):
     """Where the conversations come from and how they are packed."""
 
-    train: Annotated[list[str], Field(min_length=1)] | str = Field(
-        description="source(s) of conversations: JSONL, JSON or parquet files, globs, folders, hub ids"
+    train: Annotated[list[str | Source], Field(min_length=1)] | Source | str = Field(
+        description="source(s) of conversations: JSONL, JSON or parquet files, globs, folders, hub ids; or `path` and `weight` of each"
     )
     split: str = Field("train", description="split of each source, as in train[:1000]; a file or glob is one split, by any name")
     strict: bool = Field(False, description="stop at the first record that cannot be used, instead of skipping and counting it")

@@ -27,7 +27,7 @@ from ..target.target import Target
 from .alone import alone_in
 from .borrowing import Borrow
 from .defaults import DraftTrainingArguments
-from .inputs import check_rows
+from .inputs import as_arrays, check_rows
 from .progress import AsAskedNow, DraftPrinter, DraftProgress, SeedByEpoch, Stopwatch
 from .ready import check_ready
 from .resume import latest_complete
@@ -76,6 +76,7 @@ class DraftTrainer(Trainer):
         self.target = target if isinstance(target, Target) else Target(own, model.config.aux_layers, model.algorithm.needs)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(kwargs.get(name), model.config.vocab_size, name)
+            kwargs |= {name: as_arrays(kwargs[name])} if name in kwargs else {}
         remember(model.config, self.target.model)
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self._bad_rows: Tensor | None = None
