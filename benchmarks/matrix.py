@@ -59,6 +59,8 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "DSpark": ("dspark", {"block_size": DRAFTED, "num_layers": 2, "anchors": 16, "markov_rank": 16}),
     "Medusa": ("medusa", {"num_heads": DRAFTED}),
     "EAGLE-1": ("eagle", {}),
+    "Medusa, served": ("medusa", {"num_heads": DRAFTED, "served": True}),
+    "MTP": ("mtp", {}),
 }
 
 

@@ -15,20 +15,33 @@ from foredraft.contracts.draft import Batch
 from foredraft.contracts.options import Frozen
 from foredraft.data.supervision import reachable
 from foredraft.decoding import choose_in_turn
-from foredraft.draft import Fused
+from foredraft.draft import Bare, Fused
 from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
 
 
 class ResidualHead(nn.Module):
-    """x + SiLU(W x), with W = 0 at first: a fresh head is the identity (section 2.1.1)."""
+    """x + SiLU(W x + b), with W = 0 and b = 0 at first: a fresh head is the identity (section 2.1.1)."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width, width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """[N, D]."""
-        return x_ND + F.silu(F.linear(x_ND, self.weight))
+        return x_ND + F.silu(F.linear(x_ND, self.weight, self.bias))
+
+
+class ServedHead(nn.Module):
+    """Several of them, with biases as in the paper's code, under the names that engines know."""
+
+    def __init__(self, width: int, blocks: int):
+        super().__init__()
+        self.layers = nn.Sequential(*(ResidualHead(width, bias=True) for _ in range(blocks)))
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """[N, D]."""
+        return self.layers(x_ND)  # type: ignore[no-any-return]
 
 
 class MedusaOptions(Frozen):
@@ -36,6 +49,8 @@ class MedusaOptions(Frozen):
 
     num_heads: int = Field(4, ge=1, le=512, description="positions drafted, a head each")
     num_aux: int = Field(3, ge=1, le=512, description="target layers whose hidden states the draft reads")
+    served: bool = Field(False, description="in the form that vLLM serves: heads on the target's final state (num_aux does not count)")
+    num_blocks: int = Field(1, ge=1, le=512, description="residual blocks of a head; more than one where it is served")
     head_decay: float = Field(0.8, gt=0, le=1, description="weight of each head relative to the one before (the paper's λ_k)")
     loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
 
@@ -43,7 +58,8 @@ class MedusaOptions(Frozen):
 class Medusa(AlgorithmBase[MedusaOptions]):
     """Head k at slot t reads the target's features after x_t and predicts x_{t+2+k}; no head sees what another one drafted.
 
-    Where the paper's heads read the target's last hidden state and own a vocabulary head each, these read fused aux states and share one.
+    Where the paper's heads read the target's last hidden state and own a vocabulary head each, these read fused aux states and share one;
+    with `served` they read the state after the target's final norm, and share one head that starts as the target's: the form engines run.
     """
 
     name = "medusa"
@@ -51,15 +67,19 @@ class Medusa(AlgorithmBase[MedusaOptions]):
 
     Options = MedusaOptions
 
+    told_by = frozenset({"blocks.0.layers.0.weight"})
+
     @property
     def spec(self) -> DraftSpec:
         """No decoder layer at all."""
+        if self.options.served:
+            return DraftSpec(num_layers=0, num_aux=1, final=True, architecture="MedusaModel")
         return DraftSpec(num_layers=0, num_aux=self.options.num_aux, architecture="MedusaDraftModel")
 
     @property
-    def wiring(self) -> Fused:
-        """The aux states through fc; the heads stand on it."""
-        return Fused()
+    def wiring(self) -> Fused | Bare:
+        """The aux states through fc, where the heads stand on several."""
+        return Bare() if self.options.served else Fused()
 
     @property
     def max_tokens(self) -> int:
@@ -68,7 +88,14 @@ class Medusa(AlgorithmBase[MedusaOptions]):
 
     def modules(self, draft: DraftModel) -> dict[str, nn.Module | nn.Parameter]:
         """The heads."""
-        return {"heads": nn.ModuleList(ResidualHead(draft.config.hidden_size) for _ in range(self.options.num_heads))}
+        o, width = self.options, draft.config.hidden_size
+        if o.served:
+            return {"blocks": nn.ModuleList(ServedHead(width, o.num_blocks) for _ in range(o.num_heads))}
+        return {"heads": nn.ModuleList(ResidualHead(width) for _ in range(o.num_heads))}
+
+    def heads(self, draft: Any) -> nn.ModuleList:
+        """Those of a draft."""
+        return draft.blocks if self.options.served else draft.heads  # type: ignore[no-any-return]
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
         """Per head k, `queries[k]` [N_k] in the flattened [B·S]: those with x_{t+1} .. x_{t+2+k} in one span of x_t's document."""
@@ -78,7 +105,7 @@ class Medusa(AlgorithmBase[MedusaOptions]):
 
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
         """Σ λ_k L_k / Σ λ_k, L_k the mean objective of head k (equation 1)."""
-        heads: Any = draft.heads
+        heads = self.heads(draft)
         features_ND = draft.project_hidden_states(signal.aux_BSA).flatten(0, 1)
         shares = step_weights(len(heads), self.options.head_decay)
         return chunked(
@@ -99,13 +126,13 @@ class Medusa(AlgorithmBase[MedusaOptions]):
 class MedusaDrafter:
     """Keeps nothing: the newest features say it all."""
 
-    def __init__(self, draft: DraftModel):
-        self.draft: Any = draft
+    def __init__(self, draft: Any):
+        self.draft, self.heads = draft, draft.algorithm.heads(draft)
 
     def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Choose) -> tuple[list[int], list[Tensor]]:
         """See `foredraft.contracts.Drafter`; never more tokens than there are heads."""
         features_1D = self.draft.project_hidden_states(aux_1NA[:, -1])
-        return choose_in_turn((self.draft.compute_logits(head(features_1D))[0] for head in self.draft.heads[:limit]), choose)
+        return choose_in_turn((self.draft.compute_logits(head(features_1D))[0] for head in self.heads[:limit]), choose)
 
 
 @hookimpl

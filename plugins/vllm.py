@@ -1,10 +1,11 @@
-"""vLLM, as of 0.32: EAGLE-1, EAGLE-3, EAGLE-3.1, P-EAGLE, DFlash, DFlash2, DSpark, Llama-, Qwen3- and (sequential ones) DeepSeek-shaped."""
+"""vLLM, as of 0.32: EAGLE-1, EAGLE-3, EAGLE-3.1, P-EAGLE, DFlash, DFlash2, DSpark, Llama-, Qwen3- and (sequential ones) DeepSeek-shaped;
+targets' own multi-token heads."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from foredraft import hookimpl
+from foredraft import default_registry, hookimpl
 from foredraft.contracts.engine import (
     Accepted,
     Config,
@@ -32,8 +33,14 @@ METHODS = {
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
     "EagleLlamaForCausalLM": "eagle",
+    "MTPDraftModel": "mtp",
+    "DeepseekMTPDraftModel": "mtp",
+    "MedusaModel": "medusa",
+    "DeepseekMedusaModel": "medusa",
 }
 """The method by which vLLM runs an architecture. It guesses from the path if none is named, and runs a DFlash draft wrongly."""
+EXPORTED = ("mtp", "medusa")
+"""Methods whose drafts are served from what `foredraft export` makes of ours, in the format of the same name."""
 EAGLE1_LACKS = {
     "fc.bias": "drops it without a word: the draft reads other states than in training",
     "norm.weight": "has no norm behind the layers, and refuses the draft",
@@ -80,6 +87,8 @@ class VLLM(EngineBase):
             return f"its DFlash has no corrections (projector_type '{value(config, 'dflash_config.projector_type')}')"
         if kind:
             return None
+        if "foredraft" in config and (method := METHODS[architecture_of(config)]) in EXPORTED:
+            return "; ".join(default_registry().format(method)().refuses(config)) or None
         if "Deepseek" in architecture_of(config):
             return _refuses_latent(config)
         if config.get("kv_lora_rank"):
@@ -92,10 +101,17 @@ class VLLM(EngineBase):
         """What `--speculative-config` and `LLM(speculative_config=...)` take for this draft."""
         kind = _speculators_type(config)
         method = SPECULATORS[kind] if kind else METHODS[architecture_of(config)]
-        fields = {"model": draft, "method": method, "num_speculative_tokens": num_tokens}
+        file = f"{draft}-head" if method in EXPORTED and "foredraft" in config else draft
+        fields = {"model": file, "method": method, "num_speculative_tokens": num_tokens}
         if method == "eagle3" and (kind == "peagle" or drafts_in_parallel(config)):
             fields["parallel_drafting"] = True  # else it would skip mask_hidden and draft in sequence
         return fields
+
+    def prepare(self, config: Config, draft: str, target: str) -> list[str]:
+        """Drafts whose config it would read otherwise are written in its own words first."""
+        method = METHODS.get(architecture_of(config), "")
+        own = "foredraft" in config and method in EXPORTED
+        return ["foredraft", "export", draft, f"{draft}-head", "--format", method] if own else []
 
     def arguments(self, config: Config, draft: str, target: str, num_tokens: int) -> list[str]:
         """The OpenAI server."""

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tiny import tiny_config
-from transformers import DeepseekV2Config, DeepseekV3Config, HYV4Config, Phi3Config, Qwen3Config, StableLmConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, HYV4Config, Phi3Config, Qwen2Config, Qwen3Config, StableLmConfig
 
 from foredraft import auto_draft, default_registry
 from foredraft.adapters.deepseek_v3 import DeepseekV3Draft, DeepseekV3MoEDraft
@@ -24,6 +24,9 @@ from foredraft.plugins.gguf import GGUF, INSIDE
 from foredraft.plugins.hf import Transformers
 from foredraft.plugins.llamacpp import LlamaCpp
 from foredraft.plugins.medusa import Medusa
+from foredraft.plugins.medusa_model import MedusaModel
+from foredraft.plugins.mtp import MTP
+from foredraft.plugins.mtp_head import TargetsOwn
 from foredraft.plugins.nemo import NeMo
 from foredraft.plugins.peagle import PEagle
 from foredraft.plugins.plain import Plain
@@ -33,6 +36,7 @@ from foredraft.plugins.sglang import SGLang
 from foredraft.plugins.speculators import Speculators
 from foredraft.plugins.vllm import VLLM
 from foredraft.testing import AdapterTests, AlgorithmTests, DrafterTests, EngineTests, FormatTests
+from foredraft.testing.case import Case
 
 TINY = {
     "vocab_size": 50,
@@ -141,6 +145,16 @@ class TestEagle(OneMethod):
     cls, small = Eagle, {"noise": 0, "ttt_steps": 3, "loss": {"ce": 0.1, "top10": 1.0}}
 
 
+class TestMTP(OneMethod):
+    """MiMo's: the state before the final norm, in front of the embedding, which counts for nothing at position 0."""
+
+    cls, small = MTP, {"ttt_steps": 3}
+
+    @pytest.fixture
+    def target_config(self) -> Any:
+        return Qwen2Config(**TINY, architectures=["MiMoForCausalLM"])
+
+
 class TestEagle31(OneMethod):
     cls, small = Eagle31, {"ttt_steps": 3}
 
@@ -188,6 +202,10 @@ class TestDFlash2(OneMethod):
 
 class TestMedusa(OneMethod):
     cls, small = Medusa, {"num_heads": 3}
+
+
+class TestMedusaAsServed(OneMethod):
+    cls, small = Medusa, {"num_heads": 2, "served": True, "num_blocks": 2}
 
 
 class TestPromptLookup(DrafterTests):
@@ -294,6 +312,30 @@ class TestSpeculators(FormatTests):
     @pytest.fixture
     def form(self) -> Any:
         return Speculators
+
+
+class TestTargetsOwn(FormatTests):
+    @pytest.fixture
+    def form(self) -> Any:
+        return TargetsOwn
+
+    @pytest.fixture
+    def case(self) -> Any:
+        return Case.of(MTP, {}, TestDeepseekV3MoE.config)
+
+    @pytest.mark.slow  # a model is built for every field that is tried
+    def test_odd_configs(self, form: Any, checkpoint: Any) -> None:
+        super().test_odd_configs(form, checkpoint)
+
+
+class TestMedusaModel(FormatTests):
+    @pytest.fixture
+    def form(self) -> Any:
+        return MedusaModel
+
+    @pytest.fixture
+    def case(self) -> Any:
+        return Case.of(Medusa, {"num_heads": 2, "served": True, "num_blocks": 2})
 
 
 class TestGGUF(FormatTests):

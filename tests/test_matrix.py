@@ -22,8 +22,8 @@ sys.modules["matrix"] = matrix  # dataclasses look their module up
 SPEC.loader.exec_module(matrix)
 
 FAMILIES = list(matrix.TARGETS)
-LONG = {"EAGLE-3.1", "DFlash2"}
-"""Which are near others, and among the slow tests only."""
+LONG = {"EAGLE-3.1", "DFlash2", "MTP", "Medusa, served"}
+"""Which are near others (MTP to EAGLE-1), and among the slow tests only."""
 QUICK = {(FAMILIES[i % len(FAMILIES)], algorithm) for i, algorithm in enumerate(matrix.ALGORITHMS) if algorithm not in LONG}
 CELLS = [
     pytest.param(family, algorithm, marks=() if (family, algorithm) in QUICK else pytest.mark.slow)

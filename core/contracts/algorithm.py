@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Self, cast
 
 from typing_extensions import TypeVar
 
@@ -147,6 +147,14 @@ class AlgorithmBase(DrafterBase[OptionsT]):
     @abstractmethod
     def wiring(self) -> Wiring:
         """What stands between the draft's embedding and head; `foredraft.draft` has `Fused` and `Prefix`."""
+
+    def fitted(self, target: Any) -> Self:
+        """The same for a target of this config, with the options filled in that it settles."""
+        return self
+
+    def shipped(self, draft: DraftModel, names: Collection[str]) -> Mapping[str, str]:
+        """What of the tensors in the target's own checkpoint is a draft by it already: their names there by ours. As a rule, nothing."""
+        return {}
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...] | None:
         """The target layers to read by default (HF `hidden_states` indices), for a target of `num_layers`; None: the adapter's choice."""

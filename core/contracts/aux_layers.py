@@ -2,6 +2,14 @@
 
 from ..errors import ForedraftError
 
+BEFORE_NORM = -1
+"""What the last layer hands to the final norm, of which HF's `hidden_states` hold the norm's output alone."""
+
+
+def reads_end(layers: tuple[int, ...], num_layers: int) -> bool:
+    """Whether these are the state behind the last layer, before or after the final norm, and no other."""
+    return tuple(layers) in ((num_layers,), (BEFORE_NORM,))
+
 
 def default_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:
     """An early, a middle and a late layer, `(2, L//2, L-3)` for three; evenly spaced between 2 and L-3 otherwise.
@@ -18,10 +26,10 @@ def default_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:
 def check_aux_layers(layers: tuple[int, ...], num_layers: int, final: bool = False) -> tuple[int, ...]:
     """`layers` if they are distinct, ascending and within 1..L-1, where HF and all engines mean the same tensor; else `ForedraftError`.
 
-    With `final` (`DraftSpec.final`) they must be L alone, in HF's `hidden_states` what comes after the final norm.
+    With `final` (`DraftSpec.final`) they must be L alone, in HF's `hidden_states` what comes after the final norm, or `BEFORE_NORM`.
     """
     if final:
-        if tuple(layers) == (num_layers,):
+        if reads_end(layers, num_layers):
             return layers
         raise ForedraftError(
             f"aux layers {list(layers)}: this draft reads what a target of {num_layers} layers says after its final norm, and no other"

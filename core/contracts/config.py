@@ -35,6 +35,8 @@ class DraftConfigMixin:
     num_aux_hidden_states: int = 1
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     mask_token_id: int | None = None
+    target_config: dict[str, Any] | None = None
+    """The whole of the target's config, of a draft whose layers are of the target's own kind (`DraftSpec.layers_of`)."""
     foredraft: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..contracts.aux_layers import check_aux_layers
+from ..contracts.aux_layers import BEFORE_NORM, check_aux_layers
 from ..contracts.finding import Finding, error, note, warning
 from ..contracts.options import MOST
 from ..errors import ForedraftError
@@ -125,11 +125,12 @@ def aux_layers(s: Subject) -> Iterator[Finding]:
 
 def _aux_layers(s: Subject, name: str, ids: list[int]) -> Iterator[Finding]:
     count = s.target_layers
-    if any(as_integer(i) is None for i in ids):
+    if any(as_integer(i, BEFORE_NORM) is None for i in ids):
         yield error("aux-range", f"{name} holds {str(ids)[:80]}", "they are no layers", "write the layers of the training")
         return
     try:
-        check_aux_layers(tuple(ids), count or max(*ids, 1) + (not s.single_feature), s.single_feature)
+        final = s.single_feature or s.spec.get("final") is True
+        check_aux_layers(tuple(ids), count or max(*ids, 1) + (not final), final)
     except ForedraftError as problem:
         yield error(
             "aux-range",
@@ -148,7 +149,7 @@ def _aux_layers(s: Subject, name: str, ids: list[int]) -> Iterator[Finding]:
         )
     levels = as_mapping((s.target.config if s.target else {}).get("vision_config")).get("deepstack_visual_indexes")
     deep = len(levels) if isinstance(levels, list) else 0
-    if min(ids, default=deep + 1) <= deep:
+    if deep and min((i for i in ids if i != BEFORE_NORM), default=deep + 1) <= deep:
         yield warning(
             "aux-before-deepstack",
             f"{name} means {ids}, and the target adds features of images behind each of its first {deep} layers",

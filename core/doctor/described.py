@@ -59,12 +59,14 @@ def as_ours(
         method = make_algorithm(cls.name, {n: v for n, v in settled.items() if n in cls.Options.model_fields}, registry)
     except ForedraftError:
         return None
+    aux = 1 if method.spec.final else aux
+    read = [aux + 2] if method.spec.final else list(range(1, aux + 1))
     adapter = _adapter(fields, method.spec, registry)
     target = {"model_type": "", "num_hidden_layers": aux + 2, "hidden_size": width, "vocab_size": vocabulary, "fingerprint": ""}
     return {
         **{name: field for name, field in fields.items() if name not in SHAPELESS},
         "num_aux_hidden_states": aux,
-        "eagle_aux_hidden_state_layer_ids": list(range(1, aux + 1)),
+        "eagle_aux_hidden_state_layer_ids": read,
         "draft_vocab_size": fields.get("draft_vocab_size") or vocabulary,
         "target_hidden_size": width,
         "mask_token_id": 0,

@@ -146,7 +146,9 @@ def flags(s: Subject) -> Iterator[Finding]:
 
 
 def biases(s: Subject) -> Iterator[Finding]:
-    """Bias flags against the biases that they ask for."""
+    """Bias flags against the biases that they ask for; layers of the target's own kind follow its config, not these flags."""
+    if s.model is not None and s.model.family is not None:
+        return
     for flag, part, projections in (("attention_bias", "self_attn", "qkvo"), ("mlp_bias", "mlp", ("gate", "up", "down"))):
         there = sorted(name for name in s.names if (match := BIAS.fullmatch(name)) and match[1] == part)
         weights = [f"layers.{i}.{part}.{x}_proj" for i in s.layers for x in projections]
@@ -225,6 +227,7 @@ def values(s: Subject) -> Iterator[Finding]:
     import torch
 
     broken, zero, same = [], [], []
+    less_one = s.model is not None and s.model.family is not None  # norms of some families are kept so
     for name in s.names:
         tensor = s.load(name)
         if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
@@ -233,7 +236,7 @@ def values(s: Subject) -> Iterator[Finding]:
             tensor = tensor.to(torch.bfloat16)
         if not bool(tensor.isfinite().all()):
             broken.append(name)
-        elif _trained(name) and not bool(tensor.any()):
+        elif _trained(name) and not bool(tensor.any()) and not (tensor.ndim == 1 and less_one):
             zero.append(name)
         elif _trained(name) and tensor.ndim == 2 and len(tensor) > 1 and bool((tensor == tensor[0]).all()):
             same.append(name)

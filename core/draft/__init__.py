@@ -5,9 +5,10 @@ from .grouped_query import GroupedQueryDraft
 from .layer import DraftLayer
 from .model import BaseDraft
 from .unrolled import plan_unrolled, unrolled
-from .wiring import Fused, Prefix, Summed
+from .wiring import Bare, Fused, Prefix, Summed
 
 __all__ = [
+    "Bare",
     "BaseDraft",
     "BlockAlgorithm",
     "BlockOptions",

@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..contracts.algorithm import AlgorithmBase
-from ..contracts.aux_layers import check_aux_layers, default_aux_layers
+from ..contracts.aux_layers import default_aux_layers
 from ..contracts.draft import Batch, DraftModel, HeadParts, KeyValueCache, Layout
 from ..contracts.signal import Signal
 from ..contracts.spec import DraftSpec
-from ..errors import ForedraftError, gathering
+from ..errors import ForedraftError
 from ..files.card import CARD
 from ..files.ours import save_draft
 from ..files.tensor_names import TARGET_HEAD
 from ..registry import default_registry
-from ..target.pairing import describe_target
 from ..target.places import places_at
 from ..target.target import Target
 from ..target.weights import matrix_of
 from .attention import GroupedQueryAttention
 from .attention.kernels import WORDS, kernel_for
 from .attention.regions import Regions
-from .config import set_mask_token, versions
+from .config import config_for
+from .family import Family, OwnLayer
 from .layer import DraftLayer
 from .retarget import retarget
 from .start import layer_weights, start
@@ -59,11 +59,15 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         super().__init__(config)
         made = config.foredraft
         self.algorithm = algorithm or default_registry().make_algorithm(made["algorithm"], made["options"])
+        if self.algorithm.spec != config.spec:  # it was asked for before its target was known
+            self.algorithm = type(self.algorithm)(**made["options"])
+        self.family = Family.of(config) if config.spec.layers_of else None
+        """What its layers are made of, where they are of the target's own kind."""
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False)  # the target's, see start_from
         for name, module in self.algorithm.wiring.modules(self).items():
             setattr(self, name, module)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary_emb = self.rotary_class(config)
+        self.rotary_emb = self.make_rotary()
         for name, module in self.algorithm.modules(self).items():
             setattr(self, name, module)
         self.map_vocabulary()
@@ -105,7 +109,8 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         if self.places_CBL is None:
             return self.rotary_emb(like, positions_BQ)
         places_CBQ = places_at(self.places_CBL.to(positions_BQ.device), positions_BQ)
-        return self.rotary_emb(like, places_CBQ if self.config.rope_parameters.get("mrope_section") else places_CBQ[0])
+        rotary: Any = self.rotary_emb
+        return rotary(like, places_CBQ if rotary.config.rope_parameters.get("mrope_section") else places_CBQ[0])
 
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [B, Q, W]; states may carry what the algorithm's `rider` reads, [B, Q, D + r]."""
@@ -181,7 +186,7 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         Norms are told by what they do: Gemma's keep their weight less one. Where the target norms what its sublayers put
         out (Gemma 2, OLMo 2), only the norms of what they read have a counterpart.
         """
-        weights = layer_weights(layer)
+        weights = layer_weights(layer, scaled=self.family is None)
         if "post_feedforward_layernorm.weight" in weights:
             del weights["post_attention_layernorm.weight"]
             if "pre_feedforward_layernorm.weight" in weights:
@@ -190,7 +195,7 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
 
     def make_layer(self, layer: int, input_size: int) -> nn.Module:
         """A decoder layer that reads inputs of `input_size` features."""
-        return self.layer_class(self, layer, input_size)
+        return self.layer_class(self, layer, input_size) if self.family is None else OwnLayer(self, layer, input_size, self.family)
 
     def make_mlp(self, layer: int) -> nn.Module:
         """The feed-forward module of a layer."""
@@ -198,7 +203,19 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
 
     def make_norm(self, size: int) -> nn.Module:
         """A norm over `size` features."""
-        return self.norm_class(size, eps=self.config.rms_norm_eps)
+        eps = self.config.rms_norm_eps
+        return self.norm_class(size, eps=eps) if self.family is None else self.family.norm(size, eps)
+
+    def make_rotary(self) -> nn.Module:
+        """The rotary embedding."""
+        return self.rotary_class(self.config) if self.family is None else self.family.rotary()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """transformers' start of a fresh module; a family's own bare parameters (experts) are known to it alone."""
+        if self.family is None:
+            super()._init_weights(module)
+        else:
+            self.family.model._init_weights(module)
 
     # Building.
 
@@ -221,50 +238,7 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         draft_vocab_size: int | None = None,
     ) -> Any:
         """The draft's config for a target's config. Raises `ForedraftError` where layers or vocabulary do not fit."""
-        text, spec = target.get_text_config(), algorithm.spec
-        usual = (text.num_hidden_layers,) if spec.final else algorithm.aux_layers(text.num_hidden_layers)
-        layers = aux_layers or usual or cls.aux_layers(target, spec.num_aux)
-        size = draft_vocab_size or text.vocab_size
-        problems: list[str] = []
-        with gathering(problems):
-            check_aux_layers(layers, text.num_hidden_layers, spec.final)
-        if len(layers) != spec.num_aux:
-            problems.append(f"aux_layers={list(layers)} are {len(layers)} layers, but num_aux={spec.num_aux}: make them agree")
-        if not 1 <= size <= text.vocab_size:
-            problems.append(
-                f"draft_vocab_size={size} does not fit the target's vocabulary of {text.vocab_size}: choose 1 to {text.vocab_size}"
-            )
-        elif spec.target_head and size != text.vocab_size:
-            problems.append(
-                f"draft_vocab_size={size}: a draft by algorithm '{algorithm.name}' uses its target's own head, so its vocabulary is the "
-                f"target's {text.vocab_size}: leave draft_vocab_size out"
-            )
-        if problems:
-            raise ForedraftError("\n  ".join(problems))
-        config = cls.config_class(
-            **cls.shape(text),
-            num_aux_hidden_states=len(layers),
-            eagle_aux_hidden_state_layer_ids=list(layers),
-            num_hidden_layers=spec.num_layers,
-            vocab_size=text.vocab_size,
-            draft_vocab_size=size,
-            target_hidden_size=text.hidden_size,
-            tie_word_embeddings=False,
-            foredraft={
-                "algorithm": algorithm.name,
-                "options": algorithm.options.model_dump(mode="json"),
-                "adapter": cls.name,
-                "architecture": cls.architecture_for(spec),
-                "spec": spec.model_dump(mode="json"),
-                "max_tokens": algorithm.max_tokens,
-                "target": describe_target(target),
-                "versions": versions(),
-            },
-        )
-        if spec.mask_token:
-            set_mask_token(config, text.vocab_size - 1 if spec.mask_token_id is None else spec.mask_token_id)
-        config.update(algorithm.engine_fields(config))
-        return config
+        return config_for(cls, target, algorithm, aux_layers, draft_vocab_size)
 
     @torch.no_grad()
     def start_from(self, target: Target | PreTrainedModel, rows: Iterable[dict[str, Any]] | None = None) -> str:
@@ -313,7 +287,7 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
         super()._apply(fn, recurse)
         coarse = [b for b in self.rotary_emb.buffers() if b.is_floating_point() and b.dtype != torch.float32]
         if coarse:
-            self.rotary_emb = self.rotary_class(self.config).to(coarse[0].device)
+            self.rotary_emb = self.make_rotary().to(coarse[0].device)
         return self
 
     def __getattr__(self, name: str) -> Any:

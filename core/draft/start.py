@@ -8,11 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel
+from ..errors import few
+from ..files.raw import read_tensor
+from ..files.tensor_names import TARGET_HEAD
 from ..target.capture import norm_scale
 from ..target.pairing import remember
+from ..target.shipped import tensor_files
 from ..target.target import Target
 from ..target.weights import FLOATS, is_plain, matrix_of, own_tensors
 from .config import set_mask_token
+from .family import together
 from .vocabulary import choose_mask_token, choose_vocabulary, count_tokens, coverage
 
 
@@ -29,19 +34,43 @@ def start(draft: DraftModel, target: Target, rows: Iterable[dict[str, Any]] | No
         config.update(draft.algorithm.engine_fields(config))
     draft.take_head(target)
     remember(config, target.model)
-    last = target.layers[len(target.layers) - config.num_hidden_layers :]
-    taken += draft.algorithm.wiring.start(draft, [draft.weights_of(layer) for layer in last], target.final_norm)
+    shipped, refused = take_shipped(draft, target)
+    if not shipped:
+        last = target.layers[len(target.layers) - config.num_hidden_layers :]
+        shipped = draft.algorithm.wiring.start(draft, [draft.weights_of(layer) for layer in last], target.final_norm)
+    taken += [*shipped, *refused]
     return f"from the target: {', '.join(taken)}{chosen}"
 
 
-def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
+def take_shipped(draft: DraftModel, target: Target) -> tuple[list[str], list[str]]:
+    """Take over the draft that a target's own checkpoint holds, if it holds one: what was taken, and why it was not, a text each."""
+    files = tensor_files(target.model)
+    named = draft.algorithm.shipped(draft, files)
+    if not named:
+        return [], []
+    mine = {name: tensor for name, tensor in draft.state_dict().items() if name not in TARGET_HEAD}
+    theirs = together({ours: read_tensor(files[name], name) for ours, name in named.items()})
+    wrong = [f"{n} is not there" for n in mine if n not in theirs]
+    wrong += [f"{n} is {tuple(theirs[n].shape)} of {theirs[n].dtype}" for n in mine if n in theirs and not _fits(theirs[n], mine[n])]
+    if wrong:
+        return [], [f"not the head in its own files, of which {few(wrong, 3)}"]
+    for name, tensor in mine.items():
+        tensor.copy_(theirs[name])
+    return ["the head in its own files"], []
+
+
+def _fits(theirs: Tensor, mine: Tensor) -> bool:
+    return theirs.shape == mine.shape and theirs.dtype in FLOATS
+
+
+def layer_weights(layer: nn.Module, scaled: bool = True) -> dict[str, Tensor]:
     """A decoder layer's parameters and saved buffers, as far as they are plain numbers: norms by what they multiply, projections that are
-    quantised or have an adapter as the matrices they stand for."""
+    quantised or have an adapter as the matrices they stand for. Unless `scaled`, norms as they are kept."""
     weights: dict[str, Tensor] = {}
     dtype = next((p.dtype for p in layer.parameters() if p.dtype in FLOATS), torch.float32)
     for name, module in layer.named_modules():
         own = own_tensors(module)
-        if "Norm" in type(module).__name__ and getattr(own.get("weight"), "ndim", 0) == 1:
+        if scaled and "Norm" in type(module).__name__ and getattr(own.get("weight"), "ndim", 0) == 1:
             with suppress(TypeError, AttributeError):  # a norm with a gate, of linear attention: no part of a draft
                 own["weight"] = norm_scale(module)
         elif hasattr(module, "in_features"):

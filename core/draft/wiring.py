@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Layout, Pattern
 from ..loss.head import autocast_dtype
+from ..target.capture import norm_scale
 from .attention.geometry import Rotary
 from .attention.lookup import Beside, Lookup, autocasted, normed, take_rows
 from .attention.regions import region
@@ -47,6 +48,8 @@ class _Stack:
         """See `Wiring`: the last layers and the final norm; fc passes the last aux state, and of the others a little."""
         taken, width = [], draft.config.hidden_size
         if hasattr(draft, "norm") and take_over(draft.norm, norm):
+            if draft.family is not None:  # what it multiplies by was taken: some families keep that less one
+                draft.norm.weight.add_(draft.norm.weight - norm_scale(draft.norm))
             taken.append("final norm")
         last_DD = draft.fc.weight[:, -width:]
         if float(last_DD.diagonal().mean()) < 0.5:  # else it passes the last aux state already
@@ -170,11 +173,19 @@ class Summed(_Stack):
     """Whether the first layer norms what it reads, as the others do. Engines' form has it read the sum as it is."""
     final_norm: bool = False
     """Whether a norm follows the layers: the state after it goes to the head, and back."""
+    input_norms: bool = False
+    """Whether embedding and state have a norm each, before fc."""
+    state_first: bool = False
+    """Whether fc reads [state ; embedding]."""
+    skips_start: bool = False
+    """Whether the embedding counts for nothing at position 0, as some engines have it."""
 
     def modules(self, draft: DraftModel) -> dict[str, nn.Module]:
         """See `Wiring`."""
         made, width = super().modules(draft), draft.config.hidden_size
         made["fc"] = nn.Linear(width + draft.config.target_hidden_size, width, bias=False)
+        if self.input_norms:
+            made |= {"embedding_norm": draft.make_norm(width), "state_norm": draft.make_norm(draft.config.target_hidden_size)}
         if not self.final_norm:
             del made["norm"]
         return made
@@ -191,13 +202,34 @@ class Summed(_Stack):
 
     def backbone(self, draft: DraftModel, embeds_BQD: Any, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
         """Output at `layout.rows`, [B, Q', D]; embedding and context are those of the same inputs, the former may be a `Lookup`."""
-        looked_up = isinstance(embeds_BQD, Lookup)
-        hidden_BQD = draft.fc(Beside(embeds_BQD, context_BSD) if looked_up else torch.cat([embeds_BQD, context_BSD], dim=-1))
+        hidden_BQD = draft.fc(self._inputs(draft, embeds_BQD, context_BSD, layout.positions))
         rotary = draft.rotary(hidden_BQD, layout.positions)
         for i, layer in enumerate(draft.layers):
             rows = layout.rows if i == len(draft.layers) - 1 else None
             hidden_BQD = recomputed(layer, partial(self._layer, layer, rotary, layout.pattern, rows), hidden_BQD, cache=cache)
         return draft.norm(hidden_BQD) if self.final_norm else hidden_BQD
+
+    def _inputs(self, draft: DraftModel, embeds_BQD: Any, context_BSD: Tensor, positions_BQ: Tensor) -> Any:
+        """What fc reads."""
+        plain = not (self.input_norms or self.state_first or self.skips_start)
+        if plain and isinstance(embeds_BQD, Lookup):
+            return Beside(embeds_BQD, context_BSD)
+        embeds_BQD = embeds_BQD.dense() if isinstance(embeds_BQD, Lookup) else embeds_BQD
+        if self.skips_start:
+            embeds_BQD = embeds_BQD * (positions_BQ > 0)[..., None]
+        if self.input_norms:
+            embeds_BQD, context_BSD = normed(draft.embedding_norm, embeds_BQD), normed(draft.state_norm, context_BSD)
+        return torch.cat([context_BSD, embeds_BQD] if self.state_first else [embeds_BQD, context_BSD], dim=-1)
+
+    def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm: Mapping[str, Tensor]) -> list[str]:
+        """See `Wiring`."""
+        if self.state_first:  # what every wiring starts as its last columns stands first here
+            width, fc = draft.config.hidden_size, draft.fc.weight
+            fc.copy_(fc.roll(width, dims=1))
+            taken = super().start(draft, layers, norm)
+            fc.copy_(fc.roll(-width, dims=1))
+            return taken
+        return super().start(draft, layers, norm)
 
     def _layer(self, layer: Any, rotary: Rotary, pattern: Pattern, rows: Rows, hidden_BQD: Tensor, cache: KeyValueCache | None) -> Tensor:
         x_BQD = region(layer, normed, layer.input_layernorm, hidden_BQD)
@@ -210,6 +242,39 @@ class Summed(_Stack):
     def head_modules(self, draft: DraftModel) -> list[nn.Module]:
         """None."""
         return []
+
+
+@dataclass(frozen=True)
+class Bare:
+    """Nothing: what the algorithm adds reads the target's state as it is, and the head what comes of that."""
+
+    def modules(self, draft: DraftModel) -> dict[str, nn.Module]:
+        """See `Wiring`."""
+        return {"layers": nn.ModuleList()}
+
+    def project(self, draft: DraftModel, aux_BSA: Tensor) -> Tensor:
+        """As it is."""
+        return _readable(aux_BSA, draft.lm_head.weight.dtype)
+
+    def backbone(self, draft: DraftModel, embeds_BQD: Any, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
+        """The context at `layout.rows`."""
+        return take_rows(context_BSD, layout.rows)  # type: ignore[no-any-return]
+
+    def head_input(self, draft: DraftModel, hidden_BQD: Tensor) -> Tensor:
+        """The state itself."""
+        return hidden_BQD
+
+    def head_modules(self, draft: DraftModel) -> list[nn.Module]:
+        """None."""
+        return []
+
+    def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm: Mapping[str, Tensor]) -> list[str]:
+        """Nothing is left to start."""
+        return []
+
+    def saved(self, draft: DraftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `Wiring`."""
+        return state
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class DraftFields(Strict):
     """The fields of a draft's config that decide what it computes, at its top level or in one of its objects."""
 
     hidden_act: Literal["silu"] = "silu"
-    num_hidden_layers: Size | None = None
+    num_hidden_layers: Annotated[int, Field(ge=0, le=2**24)] | None = None
     num_attention_heads: Size | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None

@@ -14,6 +14,7 @@ from ..auto import make_algorithm
 from ..contracts.algorithm import AlgorithmBase
 from ..contracts.loading import PLAIN, Loading
 from ..contracts.options import MOST
+from ..draft.family import together
 from ..draft.grouped_query import GroupedQueryDraft
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
@@ -100,6 +101,11 @@ class _Import:
         """Loaded only where its embedding or head is needed."""
         return load_target(self.target, "auto", self.loading)
 
+    @property
+    def reads_context(self) -> bool:
+        """Whether it has layers, or an fc at least, of a shape of its own: not heads on the target's state."""
+        return "fc.weight" in self.names or any(name.startswith("layers.") for name in self.names)
+
     def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
         """The shape of a tensor of the file, by our name. Raises `ForedraftError` if it is not there, or no matrix."""
         found = self.checkpoint.tensors[self.names[name]].shape if name in self.names else None
@@ -120,13 +126,14 @@ class _Import:
         config = cls.make_config(self.target_config, method, aux_layers, self.fields.draft_vocab_size)
         if aux_layers is None:
             self.notes.append(f"it names no aux layers: taken are the usual ones, {list(config.aux_layers)} (hidden_states indices)")
-        config.update(self.geometry())
+        if self.reads_context and not config.spec.layers_of:  # else the target's config says it
+            config.update(self.geometry())
         config.update(method.engine_fields(config))
         try:
             with torch.device("meta"):
                 draft: BaseDraft = cls(config, method)
             draft.to(self.dtype)
-            frequencies = cls.rotary_class(config).inv_freq
+            frequencies = draft.make_rotary().inv_freq
         except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ForedraftError(f"no draft can be built from its config.json: {str(error)[:200]}") from error
         if not bool(torch.as_tensor(frequencies).isfinite().all()):
@@ -141,7 +148,8 @@ class _Import:
             raise ForedraftError(f"the file names {len(layers)} layers: no draft has so many")
         if fields.num_hidden_layers not in (None, len(layers)):
             self.notes.append(f"config.json says {fields.num_hidden_layers} layers, the file holds {len(layers)}: it is the draft's own")
-        width, chunk = self.shape("fc.weight")[1], self.target_config.get_text_config().hidden_size
+        chunk = self.target_config.get_text_config().hidden_size
+        width = self.shape("fc.weight")[1] if self.reads_context else chunk
         if width % chunk:
             raise ForedraftError(
                 f"fc reads {width} features, no multiple of the {chunk} that a layer of '{self.target}' has: is it its draft?"
@@ -161,9 +169,11 @@ class _Import:
         return method
 
     def adapter(self) -> Any:
-        """The target's adapter where its drafts are Llama-shaped, as all that is read here; otherwise Llama's own."""
+        """The target's adapter where its drafts are Llama-shaped, as all that is read here but layers of the target's own kind; otherwise
+        Llama's own."""
         cls = self.registry.adapter_for(self.target_config.get_text_config().model_type, self.target_config)
-        return cls if issubclass(cls, GroupedQueryDraft) else self.registry.adapter_for("llama")
+        own = self.algorithm().fitted(self.target_config).spec.layers_of
+        return cls if own or issubclass(cls, GroupedQueryDraft) else self.registry.adapter_for("llama")
 
     def geometry(self) -> dict[str, Any]:
         """The native fields of the draft's config, by its file and config; tensors that do not fit are found in `state`."""
@@ -207,7 +217,9 @@ class _Import:
     def state(self, draft: BaseDraft) -> dict[str, Tensor]:
         """All its tensors by our names. Raises `ForedraftError` with the lists of missing, unexpected and mis-shaped ones."""
         config, spec, expected = draft.config, draft.config.spec, draft.state_dict()
+        held = together({name: self.tensor(name) for name in self.names}) if spec.layers_of else {}
         found = {name: self.checkpoint.tensors[theirs].shape for name, theirs in self.names.items()}
+        found = {name: tuple(tensor.shape) for name, tensor in held.items()} or found
         doubles = [n for n in found if n.startswith("layers.") and n.endswith(".hidden_norm.weight") and n not in expected]
         vocabulary = {"d2t", "t2d"} & set(found)
         shapes = {n: tuple(t.shape) for n, t in expected.items() if n not in ("d2t", "t2d")}
@@ -228,7 +240,8 @@ class _Import:
         for name in doubles:
             self.check_double(name)
         ids_W = self.draft_ids(config.draft_vocab_size, config.vocab_size)
-        state = {n: self.tensor(n).reshape(shapes[n]).to(self.dtype) for n in given if not (spec.target_head and n in TARGET_HEAD)}
+        own = [n for n in given if not (spec.target_head and n in TARGET_HEAD)]
+        state = {n: (held[n] if held else self.tensor(n)).reshape(shapes[n]).to(self.dtype) for n in own}
         self.settle_head(state, shapes, ids_W, target_head=spec.target_head)
         if config.has_reduced_vocabulary:
             state["d2t"] = ids_W - torch.arange(len(ids_W))

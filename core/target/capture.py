@@ -47,7 +47,7 @@ def norm_scale(norm: nn.Module) -> Tensor:
 class AuxCapture:
     """While open, remembers what the aux layers put out in the latest forward, side by side, on one device.
 
-    The last layer's index stands for the state after the final norm, as in HF's `hidden_states`.
+    The last layer's index stands for the state after the final norm, as in HF's `hidden_states`; `BEFORE_NORM` for that before it.
     By hooks on the decoder layers: transformers' list form of `output_hidden_states` counts layer outputs in 5.18 and
     `hidden_states` entries in 5.23, without a word, and it clashes with a user's own `output_hidden_states=True`.
     """
@@ -56,7 +56,7 @@ class AuxCapture:
         layers = decoder_layers(model)
         self._width = model.config.get_text_config().hidden_size
         self._device = device or home_of(model)
-        self._layers = [layers[i - 1] if i < len(layers) else decoder_of(model) for i in aux_layers]
+        self._layers = [decoder_of(model) if i == len(layers) else layers[i - 1 if i > 0 else i] for i in aux_layers]
         self._hooks: list[Any] = []
         self.aux_BSA = torch.empty(0)
         """The concatenated aux states of the latest forward, on `device`, or where the model reads its ids."""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from ..contracts.aux_layers import reads_end
 from ..errors import ForedraftError
 from ..serving import Gone, Refused, Server
 from .capture import decoder_of
@@ -34,6 +35,7 @@ class Extraction:
         self.server, self.dtype = server, dtype
         self.width = config.get_text_config().hidden_size
         self.count, last = len(aux_layers), config.get_text_config().num_hidden_layers
+        self.alone = reads_end(tuple(aux_layers), last)  # what the aux states are, the final ones are made of
         self.normed = tuple(aux_layers) == (last,)
         self.norm = final_norm(target, config, dtype) if "final" in needs or self.normed else None
         self.needs = needs
@@ -78,7 +80,7 @@ class Extraction:
         for done in (file, lock):
             with suppress(OSError):
                 done.unlink()
-        shape = (len(part.ids), self.count + (self.norm is not None and not self.normed), self.width)
+        shape = (len(part.ids), self.count + (self.norm is not None and not self.alone), self.width)
         states = found["hidden_states"]
         if tuple(states.shape) != shape or (ids := found["token_ids"].tolist()) != part.ids.tolist():
             raise ForedraftError(

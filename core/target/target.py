@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..contracts.aux_layers import check_aux_layers
+from ..contracts.aux_layers import check_aux_layers, reads_end
 from ..contracts.draft import Batch
 from ..contracts.signal import Signal
 from ..data.collate import ends_of
@@ -36,7 +36,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.needs = needs
         text = model.config.get_text_config()
-        self.aux_layers = check_aux_layers(aux_layers, text.num_hidden_layers, tuple(aux_layers) == (text.num_hidden_layers,))
+        self.aux_layers = check_aux_layers(aux_layers, text.num_hidden_layers, reads_end(aux_layers, text.num_hidden_layers))
         self._multiplier = getattr(text, "logit_scale", None) or 1.0
         for divisor in DIVISORS:
             self._multiplier /= getattr(text, divisor, None) or 1.0

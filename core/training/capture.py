@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..contracts.aux_layers import BEFORE_NORM
 from ..errors import ForedraftError
 from ..registry import default_registry
 from ..serving import Server
@@ -54,7 +55,8 @@ def capture(
 
     if base_url is not None:
         return by(Server(base_url))
-    read = list(dict.fromkeys([*layers, *([target.get_text_config().num_hidden_layers] if "final" in needs else [])]))
+    last = target.get_text_config().num_hidden_layers  # which engines hand out as it is before the norm
+    read = list(dict.fromkeys([*(last if i == BEFORE_NORM else i for i in layers), *([last] if "final" in needs else [])]))
     with tempfile.TemporaryDirectory(dir=_memory()) as directory:
         started = default_registry().engine(str(engine))()
         command = started.extraction(config.target, read, directory)

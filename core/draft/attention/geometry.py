@@ -50,14 +50,19 @@ class GroupedQueryAttention(nn.Module):
         """Attention output [B, Q, D] of the inputs `rows`; all inputs give keys and values."""
         cos, sin = rotary
         x_BQX, cos_q, sin_q = (take_rows(t, rows) for t in (x_BSX, cos, sin))
-        q_BQX, k_BSX, v_BSX = self.q_proj(x_BQX), self.k_proj(x_BSX), self.v_proj(x_BSX)
+        (q_BQX, gate_BQX), k_BSX, v_BSX = self.queries(x_BQX), self.k_proj(x_BSX), self.v_proj(x_BSX)
         # Under autocast norms and rotation may hand back float32 while v is in half precision; kernels want one dtype.
         turn = partial(region, self, GroupedQueryAttention._turned)
         q_BHQd, k_BHSd = turn(self, self.q_norm, q_BQX, cos_q, sin_q, v_BSX.dtype), turn(self, self.k_norm, k_BSX, cos, sin, v_BSX.dtype)
         v_BHSd = self._heads(v_BSX)
         keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])
         out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale, among_keys(rows, keys, x_BSX))
-        return self.o_proj(out_BHQd.transpose(1, 2).flatten(2))
+        out_BQX = out_BHQd.transpose(1, 2).flatten(2)
+        return self.o_proj(out_BQX if gate_BQX is None else out_BQX * gate_BQX.sigmoid())
+
+    def queries(self, x_BQX: Tensor) -> tuple[Tensor, Tensor | None]:
+        """All heads' queries [B, Q, H·d], and what opens the output by its sigmoid, if anything does."""
+        return self.q_proj(x_BQX), None
 
     def _turned(self, norm: nn.Module, x_BSX: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         return rotated(norm(self._heads(x_BSX)), cos, sin).to(dtype)
