@@ -41,7 +41,7 @@ class ServedHead(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """[N, D]."""
-        return self.layers(x_ND)  # type: ignore[no-any-return]
+        return self.layers(x_ND)
 
 
 class MedusaOptions(Frozen):
@@ -95,7 +95,7 @@ class Medusa(AlgorithmBase[MedusaOptions]):
 
     def heads(self, draft: Any) -> nn.ModuleList:
         """Those of a draft."""
-        return draft.blocks if self.options.served else draft.heads  # type: ignore[no-any-return]
+        return draft.blocks if self.options.served else draft.heads
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
         """Per head k, `queries[k]` [N_k] in the flattened [B·S]: those with x_{t+1} .. x_{t+2+k} in one span of x_t's document."""

@@ -258,7 +258,7 @@ class Bare:
 
     def backbone(self, draft: DraftModel, embeds_BQD: Any, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
         """The context at `layout.rows`."""
-        return take_rows(context_BSD, layout.rows)  # type: ignore[no-any-return]
+        return take_rows(context_BSD, layout.rows)
 
     def head_input(self, draft: DraftModel, hidden_BQD: Tensor) -> Tensor:
         """The state itself."""

@@ -90,6 +90,8 @@ class FormatTests(Conformance):
     def test_round_trip(self, form: type[FormatBase], case: Case, size: int | None, dtype: torch.dtype, tmp_path: Path) -> None:
         """Written and read again: every tensor bit for bit, and a draft that computes the same."""
         case = reduced(case, size) if size else case
+        if form.written() and (reasons := form().refuses(case.draft.config.to_dict())):
+            pytest.skip(reasons[0])
         case.draft.to(dtype)
         before = {name: tensor.clone() for name, tensor in case.draft.state_dict().items()}
         self.written(form, case.draft, tmp_path / "theirs")
