@@ -21,12 +21,13 @@ def tracked(*folders: str) -> list[str]:
 
 def build(*sources: Path, out: Path) -> None:
     """Wheels of projects, without a network."""
-    installed = {d.name for d in metadata.distributions()}  # a folder called build can be imported, too
-    if "pip" not in installed:
+    if "pip" not in {d.name for d in metadata.distributions()}:  # a folder called build can be imported, too
         pytest.skip("pip is not installed")
-    command = [sys.executable, "-m", "pip", "wheel", *map(str, sources), "--no-deps", "--no-build-isolation", "--quiet", "-w", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PIP_NO_INDEX": "1"}, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    out.mkdir()
+    for source in sources:  # what `pip wheel` does, in one process in place of four
+        command = [sys.executable, "-c", "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])", str(out)]
+        done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def built(factory: pytest.TempPathFactory) -> Path:

@@ -1,5 +1,6 @@
 """Settings for all tests: one thread, no network, no progress bars."""
 
+import gc
 import os
 
 import pytest
@@ -16,7 +17,16 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
+gc.disable()  # until all is loaded, see below
+
 collect_ignore = ["proof"]  # a package of its own, whose suite runs where it is installed
+
+
+def pytest_collection_finish() -> None:
+    """What the libraries have made stays: each look for garbage among it takes a quarter of a second, and more as tests go on."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture

@@ -35,18 +35,18 @@ def predictable_target(vocab: int = 50, layers: int = 8, sharpness: float = 2.0,
     return model
 
 
-def written_by(model: LlamaForCausalLM, start: int, length: int) -> list[int]:
-    """`length` tokens: `start` and what the target says after it, greedily."""
-    ids = torch.tensor([[start]])
+def written_by(model: LlamaForCausalLM, starts: Sequence[int], length: int) -> list[list[int]]:
+    """`length` tokens each: one of `starts` and what the target says after it, greedily."""
+    ids = torch.tensor(starts)[:, None]
     out: Tensor = model.generate(ids, max_new_tokens=length - 1, min_new_tokens=length - 1, do_sample=False, pad_token_id=0)
-    return out[0].tolist()
+    return out.tolist()
 
 
 def written_rows(model: LlamaForCausalLM, count: int = 8, length: int = 16) -> list[dict[str, Any]]:
     """Packed rows of the target's own text, of different lengths: two tokens of prompt, the rest supervised."""
-    lengths = [length - i % 4 for i in range(count)]
-    ids = [written_by(model, (5 * i + 1) % model.config.vocab_size, n) for i, n in enumerate(lengths)]
-    return tiny_rows([[Document(i, "uu" + "a" * (len(i) - 2))] for i in ids], length)
+    texts = written_by(model, [(5 * i + 1) % model.config.vocab_size for i in range(count)], length)
+    cut = [ids[: length - i % 4] for i, ids in enumerate(texts)]
+    return tiny_rows([[Document(ids, "uu" + "a" * (len(ids) - 2))] for ids in cut], length)
 
 
 def arguments(directory: Path, **fields: Any) -> DraftTrainingArguments:

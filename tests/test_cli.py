@@ -188,6 +188,7 @@ class TestInspect:
         assert "vocabulary 20" in out
         assert "[2, 4, 5] (HF hidden_states indices)" in out
 
+    @pytest.mark.usefixtures("uncounted")
     def test_info_on_a_draft(self, command: Command, draft: Path) -> None:
         code, out, _ = command("info", draft)
         assert code == 0
@@ -382,6 +383,7 @@ class TestTrain:
 
 
 class TestDecode:
+    @pytest.mark.usefixtures("uncounted")
     def test_eval(self, command: Command, work: Path, draft: Path, tmp_path: Path) -> None:
         pair = ("--target", work / "target", "--draft", draft)
         out_file = tmp_path / "result.json"

@@ -284,7 +284,7 @@ class TestTraining:
 
     def test_it_learns(self, tmp_path: Path) -> None:
         """The loss falls, and blocks are accepted of texts that were not in the training data; test_matrix.py has the default weights."""
-        texts = [Document(written_by(self.TARGET, start, 16), "uu" + "a" * 14) for start in range(0, 50, 3)]
+        texts = [Document(ids, "uu" + "a" * 14) for ids in written_by(self.TARGET, range(0, 50, 3), 16)]
         trainer = self.train(tiny_rows([[text] for text in texts]), tmp_path, self.draft(weighting="dpace"), **self.LONG)
         history = [log for log in trainer.state.log_history if "loss" in log]
         assert history[-1]["loss"] < 0.2 * history[0]["loss"]
@@ -293,7 +293,7 @@ class TestTraining:
         for start in (1, 23, 34):
             ids = torch.tensor([[start, (start + 7) % 50]])
             out = generate(self.TARGET, draft, ids, num_draft_tokens=BLOCK - 1, max_new_tokens=14, do_sample=False, stats=stats)
-            assert out[0].tolist() == written_by(self.TARGET, start, 16)
+            assert out.tolist() == written_by(self.TARGET, [start], 16)
         assert stats.tau > 2
         prompt = [{"role": "user", "content": "abc"}]
         result = evaluate(self.TARGET, draft, letter_tokenizer(), [prompt], num_draft_tokens=BLOCK - 1, max_new_tokens=16)

@@ -48,6 +48,7 @@ def cached(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_drafts_in_the_cache(command: Command, cached: Path) -> None:
     """Wherever a draft is named, an id does."""
     draft = auto_draft("org/draft")

@@ -21,9 +21,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built(tmp_path_factory))
 
 
-def test_python_files(wheel: zipfile.ZipFile) -> None:
-    ours = {in_package(name) for name in tracked(*FOLDERS) if name.endswith(".py")}
-    theirs = {name for name in wheel.namelist() if name.endswith(".py")}
+def test_code_and_templates(wheel: zipfile.ZipFile) -> None:
+    ours = {in_package(name) for name in tracked(*FOLDERS) if name.endswith((".py", ".txt"))}
+    theirs = {name for name in wheel.namelist() if name.endswith((".py", ".txt")) and ".dist-info/" not in name}
     assert theirs == ours
 
 

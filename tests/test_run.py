@@ -239,6 +239,7 @@ def test_eval_data(fields: dict[str, Any], tmp_path: Path, capsys: pytest.Captur
     assert "eval_loss" in json.loads((draft.parent / "training.json").read_text())["history"][-1]
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_an_untrained_draft(
     fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ import pytest
 from built import ROOT, build, built
 from tiny import tiny_target, tiny_tokenizer
 from transformers import StableLmConfig, StableLmForCausalLM
+from typer.testing import CliRunner
+
+from foredraft.cli import app
 
 WRITTEN = {"adapter": "some_family", "algorithm": "first_token", "engine": "some_server", "format": "some_form"}
 PACKAGES = [f"foredraft-{name.replace('_', '-')}" for name in WRITTEN.values()]
@@ -96,8 +100,9 @@ def stranger(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     else:
         stranger.pip("install", "-c", str(ROOT / "constraints.txt"), str(ours), "pytest")
-    for kind, name in WRITTEN.items():
-        stranger.run("foredraft", "new", kind, name)
+    with chdir(home):  # in this process, which has loaded torch; test_packaging.py has the templates in the wheel
+        for kind, name in WRITTEN.items():
+            CliRunner().invoke(app, ["new", kind, name], catch_exceptions=False)
     shutil.copytree(ROOT / "tests/proof", home / "proof", ignore=shutil.ignore_patterns("__pycache__"))
     build(*(home / name for name in (*PACKAGES, "proof")), out=home / "wheels")
     stranger.pip("install", "--no-deps", "--no-index", *map(str, (home / "wheels").iterdir()))

@@ -1,5 +1,6 @@
 """The draft's own `config.json`: the family's native config plus what engines read, written in every spelling they know."""
 
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -77,4 +78,7 @@ def set_mask_token(config: Any, token: int) -> None:
 
 def versions() -> dict[str, str]:
     """The versions a checkpoint was made with."""
-    return {name: metadata.version(name) for name in ("foredraft", "torch", "transformers")}
+    return {name: _version(name) for name in ("foredraft", "torch", "transformers")}
+
+
+_version = cache(metadata.version)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,8 +42,9 @@ class Case:
         target_config = target_config or tiny_config()
         adapter = adapter or shipped().adapter_for(target_config.get_text_config().model_type, target_config)
         draft = build(adapter, target_config, algorithm(**options), **fields)
-        model = tiny_model(target_config)
+        model = _model(target_config)
         draft.take_head(model)
+        torch.manual_seed(0)  # whether the target was there or not
         return cls(model, draft)
 
     @property
@@ -54,7 +55,7 @@ class Case:
     @cached_property
     def target(self) -> Target:
         """The target as training sees it."""
-        return Target(self.model, self.draft.config.aux_layers, self.method.needs)
+        return _target(self.model, tuple(self.draft.config.aux_layers), tuple(self.method.needs))
 
     def rows(self, packed: Sequence[Sequence[str]], length: int | None = None) -> list[dict[str, Any]]:
         """Packed rows of random tokens; see `tiny_rows`. The mask token, the last one, does not occur."""
@@ -84,6 +85,21 @@ class Case:
         """A text of random tokens [L], and the target's aux states of it."""
         ids = torch.tensor(self.rows([[letters]])[0]["input_ids"])
         return ids, self.aux(ids)
+
+
+_models: dict[tuple[Any, ...], Any] = {}
+
+
+def _model(config: Any) -> Any:
+    """The tiny target of such a config, made once for all checks: none of them changes it."""
+    key = (type(config), config._attn_implementation, config.to_json_string(use_diff=False))
+    if key not in _models:
+        _models[key] = tiny_model(config)
+    return _models[key]
+
+
+_target = lru_cache(64)(Target)
+"""As training sees it: tried out once."""
 
 
 def equal(one: Any, other: Any) -> bool:
