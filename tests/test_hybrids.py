@@ -1,17 +1,15 @@
 """Targets that keep states of fixed size: trained a document a row, decoded losslessly by copies of the states; and those with streams."""
 
-import random
 from typing import Any
 
 import pytest
 import torch
+from replay import Oracle
 from tiny import tiny_batch, tiny_rows
-from torch import Tensor
 from torch.testing import assert_close
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from foredraft import ForedraftError, Target, TreeShape, auto_draft, generate
-from foredraft.contracts import DrafterBase
 from foredraft.decoding import DraftingStats
 from foredraft.decoding.families import tiny_model
 from foredraft.decoding.verification import MOST_REPLAYED
@@ -27,23 +25,6 @@ ONE_BY_ONE = ("mamba", "jamba", "falcon_mamba", "zamba", "recurrent_gemma")
 TRAINED = sorted({*FAST, *SLOW, *ONE_BY_ONE} - {"zamba2", "rwkv", "mamba", "falcon_mamba"})
 IDS = torch.tensor([[3, 9, 4, 3, 9, 4, 8, 5]])
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 24}
-
-
-class Oracle(DrafterBase):
-    """Drafts a text that is known, but for a share of its tokens."""
-
-    name = "oracle"
-
-    def __init__(self, text_1L: Tensor, wrong: float):
-        super().__init__()
-        draw = random.Random(0)
-        self.text = [(token + (draw.random() < wrong)) % 64 for token in text_1L[0].tolist()]
-
-    def drafter(self, draft: Any) -> "Oracle":
-        return self
-
-    def propose(self, ids: Tensor, aux_1NA: Tensor, limit: int, choose: Any) -> tuple[list[int], list[Tensor]]:
-        return self.text[len(ids) : len(ids) + limit], []
 
 
 def target_of(family: str) -> PreTrainedModel:

@@ -3,23 +3,14 @@
 Each adapter and nearly each algorithm once in every run, all pairs of them among the slow tests.
 """
 
-import importlib.util
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import matrix
 import pytest
 import torch
 
 from foredraft import generate
-
-SPEC = importlib.util.spec_from_file_location("matrix", Path(__file__).parents[1] / "benchmarks/matrix.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-matrix: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["matrix"] = matrix  # dataclasses look their module up
-SPEC.loader.exec_module(matrix)
 
 FAMILIES = list(matrix.TARGETS)
 LONG = {"EAGLE-3.1", "DFlash2", "MTP", "Medusa, served"}

@@ -2,8 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,15 +33,6 @@ class Meter(TorchDispatchMode):
         self.rows = dict.fromkeys(widths, 0)
         self._known = {t.untyped_storage()._cdata for t in known}
         self._sizes: dict[int, int] = {}
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Products in here belong to `phase`."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and note it."""
