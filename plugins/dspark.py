@@ -1,6 +1,7 @@
 """DSpark: a block in one forward, whose tokens are chosen in turn, each told the one before. github.com/deepseek-ai/DeepSpec."""
 
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -145,10 +146,15 @@ class DSpark(BlockAlgorithm[DSparkOptions]):
         base_QW, read_QD = draft.compute_logits(states_QD), self.wiring.head_input(draft, states_QD)
         for base_W, read_D in zip(base_QW, read_QD, strict=True):
             before_1 = torch.tensor([token], device=base_W.device)
-            if least and float(self.confidence(draft, read_D[None], before_1).float().sigmoid()) < least:
+            sure = partial(self._sure, draft, read_D[None], before_1)
+            if least and float(sure()) < least:
                 return
             said_1r, memory = draft.markov_head(before_1, read_D[None], memory)
-            token = yield base_W + self.rider(draft)(said_1r)[0]
+            logits_W = base_W + self.rider(draft)(said_1r)[0]
+            token = yield (logits_W, sure) if self.options.enable_confidence_head else logits_W
+
+    def _sure(self, draft: DraftModel, read_1D: Tensor, before_1: Tensor) -> Tensor:
+        return self.confidence(draft, read_1D, before_1).float().sigmoid()[0]
 
     @classmethod
     def options_from(cls, fields: Mapping[str, Any]) -> dict[str, Any]:

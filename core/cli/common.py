@@ -36,6 +36,16 @@ DraftTokensOption = Annotated[
     ),
 ]
 
+MinConfidenceOption = Annotated[
+    float,
+    typer.Option(
+        "--min-confidence",
+        min=0,
+        max=0.999,
+        help="end a draft (of a tree: a branch) that would be less likely accepted whole, as the draft sees it; 0: never",
+    ),
+]
+
 
 def loads_target(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with the fields of its `Repository`, `Loading` or `Rendering` as options, handed to it as `loading`."""

@@ -16,6 +16,7 @@ from .common import (
     DtypeOption,
     EngineArgumentsOption,
     EngineOption,
+    MinConfidenceOption,
     StrictOption,
     TargetOption,
     check_dtype,
@@ -50,6 +51,7 @@ def generate(
     algorithm: AlgorithmOption = None,
     num_draft_tokens: DraftTokensOption = None,
     tree: TreeOption = None,
+    min_confidence: MinConfidenceOption = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
     dtype: DtypeOption = "auto",
@@ -85,6 +87,7 @@ def generate(
         attention_mask=torch.ones_like(ids),  # else transformers hides what looks like padding
         num_draft_tokens=chain,
         tree=shape,
+        min_confidence=min_confidence,
         stats=stats,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         max_new_tokens=max_new_tokens,
@@ -107,6 +110,7 @@ def evaluate(
     algorithm: AlgorithmOption = None,
     num_draft_tokens: DraftTokensOption = None,
     tree: TreeOption = None,
+    min_confidence: MinConfidenceOption = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first so many prompts")] = None,
@@ -135,8 +139,9 @@ def evaluate(
     if served:
         with gathering(problems):
             loads = parse_loads(concurrency)
-        if algorithm or options or tree or record:
-            problems.append("a server is measured with its own --draft: leave out --algorithm and its options, --tree and --record")
+        if algorithm or options or tree or record or min_confidence:
+            surplus = "--algorithm and its options, --tree, --min-confidence and --record"
+            problems.append(f"a server is measured with its own --draft: leave out {surplus}")
         if engine is not None and (target is None or draft is None):
             problems.append("--engine starts a server for --target and --draft: name both; --base-url measures one that runs")
     elif target is None:
@@ -154,7 +159,7 @@ def evaluate(
         return
     model, reader = load_target(str(target), dtype, loading, seeing)
     drafter = load_draft_for(found, model) if isinstance(found, Path) else found
-    results = _measured(model, drafter, reader, questions, tree=shape, baseline=baseline, **how)
+    results = _measured(model, drafter, reader, questions, tree=shape, min_confidence=min_confidence, baseline=baseline, **how)
     for name, result in results.items():
         result.settings |= {"prompts": name, **loading.model_dump(include={"chat_template", "template_kwargs"}, exclude_none=True)}
     _tell(results, out, found if record else None)

@@ -1,8 +1,9 @@
 """Drafters that algorithms share: of autoregressive ones, a forward per token of a chain or depth of a tree; and what parallel ones do."""
 
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from ..draft.attention import Causal, DecodingCache, Full
 from ..draft.model import BaseDraft
 from .tree import DraftTree, Rank, TreeShape
 
-Turn = Generator[Tensor, Any, None]
+Sure = tuple[Tensor, Callable[[], Tensor]]
+"""Logits [W], and what says how likely the token chosen from them is accepted if those before it are."""
+Turn = Generator[Tensor | Sure, Any, None]
 """Logits [W] one after another, told the target id chosen from the latest: `token = yield logits_W`."""
 
 
@@ -58,6 +61,8 @@ class AutoregressiveDrafter:
                 hidden_1FD = self._draft(paths_FK[:, -1], hidden_1FD, visible_FE)
             ids_Fk, log_p_Fk = rank(self.draft.compute_logits(hidden_1FD)[0], paths_FK, shape.top_k)
             value_Fk = value_F[:, None] + log_p_Fk
+            if shape.min_confidence:
+                value_Fk = value_Fk.masked_fill(value_Fk < math.log(shape.min_confidence), float("-inf"))
             tokens.append(ids_Fk.flatten())
             parents.append(node_F.repeat_interleave(ids_Fk.shape[1]))
             values.append(value_Fk.flatten())
@@ -69,6 +74,8 @@ class AutoregressiveDrafter:
             hidden_1FD = hidden_1FD[:, parent_F]
             node_F = known + best_F
             known += value_Fk.numel()
+            if not bool(value_F.isfinite().any()):
+                break
         return DraftTree.ranked(torch.cat(tokens), torch.cat(parents), torch.cat(values), shape.num_nodes)
 
     def _confirm(self, ids: Tensor, aux_1NA: Tensor) -> Tensor:
@@ -105,7 +112,7 @@ class BlockDrafter:
         block_size: int,
         shift: int = 0,
         whole: bool = False,
-        turn: Callable[[Tensor, int], Iterable[Tensor]] | None = None,
+        turn: Callable[[Tensor, int], Iterable[Tensor] | Turn] | None = None,
     ):
         self.draft, self.block_size, self.first, self.whole = draft, block_size, 1 - shift, whole
         self.turn = turn or (lambda states_QD, newest: draft.compute_logits(states_QD))
@@ -145,6 +152,14 @@ class Ancestors:
         return F.scaled_dot_product_attention(q_BHQd, keys[0], values[0], attn_mask=self.mask, scale=scale, enable_gqa=True)
 
 
+@runtime_checkable
+class Trusting(Protocol):
+    """A `Choose` that believes a draft that says how sure it is, in place of its probabilities."""
+
+    sure: Callable[[], Tensor] | None
+    """Of the next token, once."""
+
+
 def choose_in_turn(logits: Iterable[Tensor] | Turn, choose: Choose) -> tuple[list[int], list[Tensor]]:
     """What `Drafter.propose` returns, of logits [W] that are there at once, or of a generator that is sent each token chosen.
 
@@ -156,10 +171,14 @@ def choose_in_turn(logits: Iterable[Tensor] | Turn, choose: Choose) -> tuple[lis
     told: int | None = None
     while True:
         try:
-            logits_W = turn.send(told)
+            said = turn.send(told)
         except StopIteration:
             return tokens, scores
-        chosen = choose(logits_W, tokens)
+        if not isinstance(said, Tensor):
+            said, sure = said
+            if isinstance(choose, Trusting):
+                choose.sure = sure
+        chosen = choose(said, tokens)
         if chosen is None:
             return tokens, scores
         told, logits_V = chosen

@@ -44,6 +44,8 @@ class Evaluation:
     """Of a round of drafting, on average."""
     pass_ms: float = 0.0
     """Of the target's pass that verifies it."""
+    drafted: float = 0.0
+    """Tokens of a draft, on average; of trees, how deep they might be."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -110,6 +112,7 @@ def evaluate(
     *,
     num_draft_tokens: int | None = None,
     tree: TreeShape | None = None,
+    min_confidence: float = 0.0,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     baseline: bool = True,
@@ -118,16 +121,17 @@ def evaluate(
 ) -> Evaluation:
     """Generate for every prompt with the draft and, with `baseline`, without it, in turn, so that both meet the same machine.
 
-    `draft` and `tree` as in `generate`. τ is micro-averaged over all prompts. `temperature` 0 is greedy; `progress`, if given, is
-    called after each prompt. Prompts with images need the target's processor as `tokenizer`. Raises what `generate` raises, and
-    `ForedraftError` for prompts that are no lists of messages.
+    `draft`, `tree` and `min_confidence` as in `generate`. τ is micro-averaged over all prompts. `temperature` 0 is greedy; `progress`,
+    if given, is called after each prompt. Prompts with images need the target's processor as `tokenizer`. Raises what `generate` raises,
+    and `ForedraftError` for prompts that are no lists of messages.
     """
     _check_prompts(prompts)
     algorithm, _ = algorithm_and_draft(draft)
     num_draft_tokens = tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer_of(tokenizer).pad_token_id or 0, **sampling(temperature)}
     stats, different = DraftingStats(), []
-    drafted, plain = _Timed(partial(generate, target, draft, num_draft_tokens=num_draft_tokens, tree=tree)), _Timed(target.generate)
+    how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "tree": tree, "min_confidence": min_confidence}
+    drafted, plain = _Timed(partial(generate, target, draft, **how)), _Timed(target.generate)
     asked = [encode(tokenizer, prompt, target) for prompt in prompts]  # what the chat template refuses is told before hours of work
     for timed in (drafted, plain):
         timed.run(**asked[0], attention_mask=torch.ones_like(asked[0]["input_ids"]), **{**settings, "max_new_tokens": 8})
@@ -148,11 +152,13 @@ def evaluate(
         identical=len(prompts) - len(different) if baseline and not temperature else None,
         different=different,
         draft_ms=1000 * stats.drafting / max(1, stats.passes),
+        drafted=sum(stats.drafted) / max(1, stats.passes),
         pass_ms=1000 * stats.verifying / max(1, stats.passes),
         settings={
             "algorithm": algorithm.name,
             "shape": str(tree or "chain"),
             "num_draft_tokens": tree.num_nodes if tree else num_draft_tokens,
+            "min_confidence": min_confidence,
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "dtype": str(target.dtype).removeprefix("torch."),

@@ -25,6 +25,7 @@ def generate(
     *,
     num_draft_tokens: int | None = None,
     tree: TreeShape | None = None,
+    min_confidence: float = 0.0,
     stats: DraftingStats | None = None,
     stopping_criteria: StoppingCriteriaList | list[StoppingCriteria] | None = None,
     stop_strings: str | list[str] | None = None,
@@ -38,7 +39,8 @@ def generate(
     draft; no beams, batches, padding or filled caches.
     Images come as `target.generate` takes them: all that its processor makes of a prompt, by name.
     `num_draft_tokens` are drafted per pass of the target, as a chain (default: all that the draft makes at once, else 4); with
-    `tree`, a tree of that shape in their place. `stats` collects what was accepted.
+    `tree`, a tree of that shape in their place. A draft ends earlier where, by its own probabilities (DSpark: its confidence head's), all
+    up to the next token would be accepted with less than `min_confidence`; of a tree the branches do. `stats` collects what was accepted.
 
     Raises `ForedraftError` if the draft was made for a target of another shape, or for what is not supported: more tokens than
     the draft makes at once; targets or caches that cannot go back to before a rejected token; trees need an algorithm that
@@ -60,7 +62,7 @@ def generate(
         if tokenizer is None:
             raise ForedraftError("stop_strings need the tokenizer: generate(..., stop_strings=..., tokenizer=tokenizer)")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    loop = DecodingLoop(algorithm, model, num_draft_tokens, tree, stats if stats is not None else DraftingStats(), streamer)
+    loop = DecodingLoop(algorithm, model, num_draft_tokens, tree, stats if stats is not None else DraftingStats(), streamer, min_confidence)
     try:
         return target.generate(input_ids, custom_generate=loop, stopping_criteria=criteria, streamer=streamer, **kwargs)
     finally:

@@ -1,6 +1,7 @@
 """The decoding loop: what a drafter proposes (a chain, a block or a tree) is verified in one pass of the target."""
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,11 +39,15 @@ class DecodingLoop:
         tree: TreeShape | None,
         stats: "DraftingStats",
         streamer: BaseStreamer | None,
+        min_confidence: float = 0.0,
     ):
+        if not 0 <= min_confidence < 1:
+            raise ForedraftError(f"min_confidence={min_confidence}: a probability from 0 (drafts are as long as asked for) to below 1")
         self.drafter: Any = algorithm.drafter(draft)
         if tree is not None and not isinstance(self.drafter, TreeDrafter):
             raise ForedraftError(f"drafts by algorithm '{algorithm.name}' grow no trees: leave tree out, for a chain")
         self.draft, self.num_tokens, self.tree, self.stats, self.streamer = draft, num_tokens, tree, stats, streamer
+        self.min_confidence = min_confidence
 
     def __call__(
         self,
@@ -98,12 +103,13 @@ class DecodingLoop:
         vocab_size = self.model.config.get_text_config().vocab_size
         device = self.ids.device if self.draft is None else self.draft.device
         draft_ids_W = torch.arange(vocab_size, device=device) if self.draft is None else self.draft.draft_ids
-        chooser = Chooser(self.ids, self.processors, self.config.do_sample, draft_ids_W, vocab_size)
+        chooser = Chooser(self.ids, self.processors, self.config.do_sample, draft_ids_W, vocab_size, self.min_confidence)
         ids_L, aux_1NA = self.ids[0].to(device), aux_1NA.to(device)
         if self.tree is None:
-            tokens, logits = self.drafter.propose(ids_L, aux_1NA, min(self.num_tokens, room), chooser.choose)
+            tokens, logits = self.drafter.propose(ids_L, aux_1NA, min(self.num_tokens, room), chooser)
             return DraftTree(tokens, list(range(len(tokens))), logits), len(tokens)
-        shape = self.tree.model_copy(update={"depth": min(self.tree.depth, room)})
+        least = max(self.tree.min_confidence, self.min_confidence)
+        shape = self.tree.model_copy(update={"depth": min(self.tree.depth, room), "min_confidence": least})
         return self.drafter.propose_tree(ids_L, aux_1NA, shape, chooser.rank), shape.depth
 
     def _inputs(self, drafted: DraftTree, fed: int, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -177,9 +183,12 @@ class DecodingLoop:
                     kept.append(tuple(a[..., last, : a.shape[-1] - count + row] for a in outputs[name]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chooser:
-    """What may follow the text `ids` [1, L], by logits over the draft vocabulary: the `Choose` and the `Rank` that drafters are given."""
+    """What may follow the text `ids` [1, L], by logits over the draft vocabulary: the `Choose` and the `Rank` that drafters are given.
+
+    Of one round of drafting.
+    """
 
     ids: Tensor
     processors: LogitsProcessorList
@@ -188,17 +197,38 @@ class Chooser:
     """The target id of each draft id."""
     vocab_size: int
     """The target's."""
+    min_confidence: float = 0.0
+    """A draft ends before the first token with which it would be less likely accepted whole."""
+    confidence: float = 1.0
+    """How likely what was drafted is accepted whole, as the draft sees it."""
+
+    sure: Callable[[], Tensor] | None = None
+    """See `Trusting`."""
+
+    def __call__(self, logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor | None] | None:
+        """See `Choose`."""
+        return self.choose(logits_W, drafted)
 
     def choose(self, logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor | None] | None:
         """See `Choose`."""
         if not self.do_sample and not self.processors:
-            return int(self.draft_ids_W[logits_W.argmax()]), None
+            at = int(logits_W.argmax())
+            return (int(self.draft_ids_W[at]), None) if self._goes_on(logits_W, at) else None
         logits_V = self.processed(logits_W, self.ids.new_tensor(drafted))
         if not bool(torch.isfinite(logits_V).any()):
             return None
-        if not self.do_sample:
-            return int(logits_V.argmax()), None
-        return int(torch.multinomial(logits_V.softmax(-1), 1)), logits_V
+        at = int(torch.multinomial(logits_V.softmax(-1), 1)) if self.do_sample else int(logits_V.argmax())
+        return (at, logits_V if self.do_sample else None) if self._goes_on(logits_V, at) else None
+
+    def _goes_on(self, logits: Tensor, at: int) -> bool:
+        """Whether a token is drafted here: by the likeliest one, not by that `at`, which was drawn; else samples were no longer exact."""
+        if not self.min_confidence:
+            return True
+        q, (sure, self.sure) = logits.float().softmax(-1), (self.sure, None)
+        likeliest, own = (q.max(), q[at]) if sure is None else [sure()] * 2
+        enough = self.confidence * float(likeliest) >= self.min_confidence
+        self.confidence *= float(own)
+        return enough
 
     def rank(self, logits_NW: Tensor, drafted_NK: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """See `Rank`."""
@@ -237,9 +267,9 @@ class DraftingStats:
     """How often position i (from 0) was drafted; of trees, how often one might have been that deep."""
     accepted: list[int] = field(default_factory=list)
     """How often it was accepted."""
-    drafting: float = 0.0
+    drafting: float = field(default=0.0, compare=False)
     """Seconds in which drafts were made."""
-    verifying: float = 0.0
+    verifying: float = field(default=0.0, compare=False)
     """Seconds of the target's passes, up to where the tokens that follow are known: so the time of a device is in them, too."""
 
     def add(self, drafted: int, accepted: int, drafting: float = 0.0, verifying: float = 0.0) -> None:

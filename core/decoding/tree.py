@@ -23,6 +23,9 @@ class TreeShape(Frozen):
     depth: int = Field(5, ge=1, description="longest path: the most tokens that one pass of the target can accept")
     top_k: int = Field(8, ge=1, description="nodes expanded at each depth, and children of each")
     num_nodes: int = Field(32, ge=1, description="drafted tokens that stay for verification")
+    min_confidence: float = Field(
+        default=0.0, ge=0, lt=1, description="see `generate`: less likely paths end, so that a tree may be smaller"
+    )
 
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
