@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,22 +34,22 @@ ELSEWHERE = {
 """Commands that other tests run."""
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncounted: None) -> Iterator[Path]:
-    """What the pages assume, made tiny: targets, conversations, prompts, the runs of examples/; and a registry that forgets."""
-    tokenizer = tiny_tokenizer()
+@pytest.fixture(scope="module")
+def assumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages assume, made tiny: targets, conversations, prompts, the runs of examples/."""
+    folder, tokenizer = tmp_path_factory.mktemp("assumed"), tiny_tokenizer()
     for name in ("my-target", ".cache/smollm2"):
-        tiny_target(vocab=len(tokenizer)).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    write_target(tiny_target(vocab=len(tokenizer)), tokenizer, tmp_path / "my-target.gguf")
+        tiny_target(vocab=len(tokenizer)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    write_target(tiny_target(vocab=len(tokenizer)), tokenizer, folder / "my-target.gguf")
     text = "".join(
         json.dumps({"messages": [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": f"{w} {w} {w}"}]}) + "\n"
         for w in "abcd"
     )
     examples = [str(p.relative_to(DOCS.parent)) for p in (DOCS.parent / "examples").rglob("*.jsonl")]
     for name in ("my-data.jsonl", "my-prompts.jsonl", *examples):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     for file in (DOCS.parent / "examples").glob("*.yaml"):
         fields = yaml.safe_load(file.read_text())
         fields["data"].update(held_out=1, max_length=64)
@@ -57,7 +58,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncounted: None) -> It
             fields["draft_vocab_size"] = 40
         if fields.get("algorithm", "eagle3") == "eagle3":
             fields["options"] = {**fields.get("options", {}), "ttt_steps": 2}
-        (tmp_path / "examples" / file.name).write_text(yaml.safe_dump(fields))
+        (folder / "examples" / file.name).write_text(yaml.safe_dump(fields))
+    return folder
+
+
+@pytest.fixture
+def here(assumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncounted: None) -> Iterator[Path]:
+    """A folder with all that, and a registry that forgets."""
+    shutil.copytree(assumed, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("foredraft.doctor.dynamic.NEW_TOKENS", 8)
@@ -120,7 +128,7 @@ def run(line: str, suites: list[str]) -> None:
         return
     assert line.startswith("foredraft "), f"who runs '{line}'?"
     arguments = shlex.split(line)[1:]
-    if arguments[0] in ("eval", "generate") and "--max-new-tokens" not in arguments:
+    if arguments[0] in ("compare", "eval", "generate", "regenerate", "report") and "--max-new-tokens" not in arguments:
         arguments += ["--max-new-tokens", "8"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, f"{line}\n{result.output}"

@@ -80,7 +80,7 @@ def norms(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
         flipped = {name: flags[name] for name in names}
         yield Variant(" and ".join(f"{name}={value}" for name, value in flipped.items()), flipped)
     pairs = [("input_layernorm", "hidden_norm"), ("input_layernorm", "post_attention_layernorm"), ("self_attn.q_norm", "self_attn.k_norm")]
-    yield from _swaps(pairs, state)
+    yield from _swaps(*pairs, state=state)
     less = {n: t for n, t in state.items() if n.endswith("norm.weight") or n.startswith("fc_norm.")}
     if any(float(t.lt(0).float().mean()) > 0.1 for t in less.values()):  # as norms that multiply seldom are
         yield Variant("one more in all weights of norms, which Gemma keeps less one", state={n: t + 1 for n, t in less.items()})
@@ -100,13 +100,8 @@ def _flags(draft: Any) -> dict[str, bool]:
     return found
 
 
-def swapped(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
-    """Projections under each other's names."""
-    yield from _swaps([("self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")], draft.state_dict())
-
-
-def _swaps(pairs: list[tuple[str, str]], state: Mapping[str, Tensor]) -> Iterator[Variant]:
-    """Two modules of a layer swapped, in every layer that has both."""
+def _swaps(*pairs: tuple[str, str], state: Mapping[str, Tensor]) -> Iterator[Variant]:
+    """Two modules of a layer under each other's names, in every layer that has both."""
     for one, other in pairs:
         twins = {name: name.replace(f".{one}.", f".{other}.") for name in state if f".{one}." in name}
         twins = {a: b for a, b in twins.items() if b in state and state[a].shape == state[b].shape}
@@ -275,7 +270,13 @@ SUSPECTS = (
         order,
         ("fc-order", "rows-order", "aux-"),
     ),
-    Suspect("swapped", "weights do each other's work", "swap their names in the file", swapped, ("tensors-swapped",)),
+    Suspect(
+        "swapped",
+        "weights do each other's work",
+        "swap their names in the file",
+        lambda draft, _: _swaps(("self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"), state=draft.state_dict()),
+        ("tensors-swapped",),
+    ),
     Suspect("shape", "the draft computes otherwise than in training", "write it so", shape, ("heads-", "epsilon-")),
     Suspect(
         "embedding", "the draft reads noise in place of tokens", "take the target's embedding, or leave it out", embedding, ("embedding-",)
