@@ -1,6 +1,5 @@
 """GGUF as llama.cpp's build 11434 reads drafts: EAGLE-3 (`eagle3`), DFlash and DSpark (`dflash`), a file each."""
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +14,8 @@ from foredraft.contracts.engine import architecture_of, drafts_in_parallel
 from foredraft.contracts.format import OneFile
 from foredraft.contracts.options import Frozen
 from foredraft.files import spellings
-from foredraft.target.gguf import OWN_ROPE, is_gguf, library, read_gguf, rope_parameters, shortest
-from foredraft.target.loading import load_tokenizer
+from foredraft.formats.gguf import halved, paired, rope_fields, token_fields, write_gguf
+from foredraft.target.gguf import read_gguf, rope_parameters, shortest
 
 BUILD = "llama.cpp (build 11434)"
 INSIDE = "gguf"
@@ -193,7 +192,7 @@ class GGUF(FormatBase):
         if reasons := self.refuses(config.to_dict()):
             raise ForedraftError("\n  ".join(reasons))
         kind = KINDS[config.foredraft["architecture"]]
-        factors, scaling = _rope(draft.rotary_emb, config.rope_parameters)
+        factors, scaling = rope_fields(draft.rotary_emb, config.rope_parameters)
         stated = {
             "block_count": config.num_hidden_layers,
             "context_length": config.max_position_embeddings,
@@ -209,7 +208,7 @@ class GGUF(FormatBase):
             "vocab_size": config.vocab_size,
             "target_layers": list(config.aux_layers),
         }
-        tokens = _tokens(self.options.target, config.foredraft["target"]["name"], config.vocab_size)
+        tokens = token_fields(self.options.target, config.foredraft["target"]["name"], config.vocab_size)
         if kind == "eagle3":
             stated |= {
                 "target_hidden_size": config.target_hidden_size,
@@ -230,32 +229,15 @@ class GGUF(FormatBase):
             raise ForedraftError(f"{ours[None]}: {kind} of {BUILD} has no such tensor")
         named = {theirs: tensors[name] for theirs, name in ours.items() if theirs}
         for theirs in [name for name in named if name.split(".")[2:3] and name.split(".")[2] in PERMUTED[kind]]:
-            named[theirs] = _paired(named[theirs], config.head_dim)
+            named[theirs] = paired(named[theirs], config.head_dim)
         if "d2t" in tensors:
             named["d2t"] = tensors["d2t"].new_tensor(range(len(tensors["d2t"]))) + tensors["d2t"]
         return named
 
     def save(self, file: Path, config: Config, tensors: Mapping[str, Tensor]) -> None:
         """The matrices as `outtype` says."""
-        gguf, data, kind = library(), dict(config[INSIDE]), self.options.outtype
-        types = {name: _type(tensor, kind, gguf) for name, tensor in tensors.items()}
-        blocks = {name: gguf.GGML_QUANT_SIZES[t][0] for name, t in types.items()}
-        if odd := [f"{n} of {t.shape[-1]}" for n, t in tensors.items() if t.shape[-1] % blocks[n]]:
-            size = max(blocks.values())
-            raise ForedraftError(f"outtype {kind} packs rows by {size}, no divisor of those of {', '.join(odd)}: choose f16 or bf16")
-        writer = gguf.GGUFWriter(file, data.pop("general.architecture"))
-        for key, value in data.items():
-            writer.add_key_value(key, value, *_value_type(value, gguf))
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point():
-                packed = gguf.quantize(tensor.detach().float().numpy(), types[name])
-                writer.add_tensor(name, packed, raw_dtype=types[name])
-            else:
-                writer.add_tensor(name, tensor.numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        data = dict(config[INSIDE])
+        write_gguf(file, data.pop("general.architecture"), data, tensors, self.options.outtype)
 
     def open(self, file: Path) -> OneFile:
         """Metadata and tensors; rows of q and k, and d2t, are made ours as they are loaded."""
@@ -276,7 +258,7 @@ class GGUF(FormatBase):
             if name == "d2t":
                 return tensor - torch.arange(len(tensor))
             here = name.startswith("blk.") and name.split(".")[2] in permuted and isinstance(dim, int)
-            return _halved(tensor, dim) if here and dim and tensor.shape[0] % dim == 0 else tensor
+            return halved(tensor, dim) if here and dim and tensor.shape[0] % dim == 0 else tensor
 
         return OneFile({INSIDE: data}, read.tensors, load)
 
@@ -303,67 +285,6 @@ def _markov(data: Mapping[str, Any]) -> dict[str, Any]:
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     stem, dot, end = name.rpartition(".")
     return f"{names.get(stem, stem)}{dot}{end}"
-
-
-def _paired(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of each head from two halves to adjacent pairs."""
-    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-
-
-def _halved(weight: Tensor, head_dim: int) -> Tensor:
-    """The way back."""
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-
-def _rope(rotary: Any, parameters: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-    """Divisors of the frequencies, None where nothing is scaled, and what the metadata says; any scaling is such a list and a factor."""
-    theta = float(parameters["rope_theta"])
-    stated: dict[str, Any] = {"rope.freq_base": theta}
-    if parameters.get("rope_type", "default") == "default":
-        return None, stated
-    size = 2 * len(rotary.inv_freq)
-    factors = theta ** -(torch.arange(0, size, 2).double() / size) / rotary.inv_freq.double()
-    stated |= {"rope.scaling.type": "none", "rope.scaling.attn_factor": float(rotary.attention_scaling)}
-    return factors.float(), {**stated, OWN_ROPE: json.dumps(dict(parameters))}
-
-
-def _tokens(asked: str | None, named: str | None, vocab_size: int) -> dict[str, Any]:
-    """The fields that list the target's tokens: its GGUF file's own; of a directory, their texts; else none but numbers.
-
-    llama.cpp reads of a draft's how many there are, and DFlash's mask token. Raises `ForedraftError` where `asked` has other tokens.
-    """
-    target = asked or (named if named and Path(named).exists() else None)
-    plain = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default", "tokenizer.ggml.merges": ["a b"]}
-    if target is None:
-        return {**plain, "tokenizer.ggml.tokens": [f"<{i}>" for i in range(vocab_size)]}
-    if is_gguf(target):
-        reader = library().GGUFReader(target)
-        fields = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
-        if (found := len(fields.get("tokenizer.ggml.tokens", ()))) != vocab_size:
-            raise ForedraftError(f"target '{target}' has {found} tokens, the draft was made for {vocab_size}: name its own target")
-        return fields
-    ids = load_tokenizer(target).get_vocab()
-    if max(ids.values(), default=0) >= vocab_size:
-        raise ForedraftError(f"target '{target}' has tokens up to {max(ids.values())}, the draft was made for {vocab_size}")
-    texts = {i: text for text, i in ids.items()}
-    return {**plain, "tokenizer.ggml.tokens": [texts.get(i, f"<{i}>") for i in range(vocab_size)]}
-
-
-def _type(tensor: Tensor, outtype: str, gguf: Any) -> Any:
-    """What a tensor is written as."""
-    if not tensor.is_floating_point():
-        return gguf.GGMLQuantizationType.I64
-    own = {torch.float16: "F16", torch.bfloat16: "BF16"}.get(tensor.dtype, "F32")
-    return gguf.GGMLQuantizationType["F32" if tensor.ndim == 1 else own if outtype == "auto" else outtype.upper()]
-
-
-def _value_type(value: Any, gguf: Any) -> tuple[Any, Any]:
-    """What a field is written as; of a list, what its items are."""
-    kinds = gguf.GGUFValueType
-    if isinstance(value, list):
-        inner = _value_type(value[0], gguf)[0]
-        return kinds.ARRAY, kinds.INT32 if inner == kinds.UINT32 else inner
-    return {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}[type(value)], None
 
 
 @hookimpl

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from foredraft.contracts.engine import total
-from foredraft.plugins.gguf import GGUF, INNER, INSIDE, GGUFOptions, _paired, _rope, _tokens
+from foredraft.formats.gguf import paired, rope_fields, token_fields, write_gguf
+from foredraft.plugins.gguf import INNER
 from foredraft.serving import read_metrics
 from foredraft.target.gguf import TABLES
 
@@ -26,7 +27,6 @@ def write_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | No
     config: Any = model.config
     kind = config.model_type
     data = {
-        "general.architecture": kind,
         "general.name": "tiny",
         f"{kind}.block_count": config.num_hidden_layers,
         f"{kind}.context_length": config.max_position_embeddings,
@@ -40,7 +40,7 @@ def write_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | No
         f"{kind}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
         f"{kind}.rope.dimension_count": config.head_dim,
         f"{kind}.vocab_size": config.vocab_size,
-        **(_tokens(None, None, config.vocab_size) if tokenizer is None else words_of(tokenizer, config.vocab_size)),
+        **(token_fields(None, None, config.vocab_size) if tokenizer is None else words_of(tokenizer, config.vocab_size)),
         "tokenizer.ggml.eos_token_id": config.vocab_size - 1 if tokenizer is None else tokenizer.eos_token_id,
     }
     tensors: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def write_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | No
         scaling = {"type": "yarn", "factor": rope["factor"], "original_context_length": length}
         data |= {f"{kind}.rope.scaling.{name}": value for name, value in scaling.items()}
     elif rope["rope_type"] != "default":
-        tensors["rope_freqs.weight"] = _rope(model.model.rotary_emb, rope)[0]
+        tensors["rope_freqs.weight"] = rope_fields(model.model.rotary_emb, rope)[0]
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -59,9 +59,9 @@ def write_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | No
             _, _, layer, rest = name.split(".", 3)
             theirs = f"blk.{layer}.{INNER[rest.removesuffix('.weight')]}.weight"
             if kind == "llama" and theirs.split(".")[2] in ("attn_q", "attn_k"):
-                tensor = _paired(tensor, config.head_dim)
+                tensor = paired(tensor, config.head_dim)
         tensors[theirs] = tensor.contiguous()
-    GGUF(GGUFOptions(outtype=outtype)).save(file, {INSIDE: data}, tensors)  # type: ignore[arg-type]
+    write_gguf(file, kind, data, tensors, outtype)
     return file
 
 

@@ -21,7 +21,8 @@ from foredraft.doctor import examine, open_subject
 from foredraft.files.ours import record
 from foredraft.files.tensor_names import TARGET_HEAD
 from foredraft.formats import export_draft, import_draft, serve_command
-from foredraft.plugins.gguf import GGUF, INSIDE, GGUFOptions, _paired
+from foredraft.formats.gguf import paired
+from foredraft.plugins.gguf import GGUF, INSIDE, GGUFOptions
 from foredraft.plugins.llamacpp import LlamaCpp
 from foredraft.target.gguf import read_gguf
 from foredraft.target.loading import load_config, load_target, load_tokenizer
@@ -138,7 +139,7 @@ def test_rows_are_those_of_adjacent_pairs() -> None:
     ours = apply_rotary_pos_emb(*map(split, weights), turned.cos(), turned.sin())
 
     def neighbours(weight: Tensor) -> Tensor:
-        a, b = split(_paired(weight, dim)).unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = split(paired(weight, dim)).unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1).flatten(-2)
 
     theirs = [neighbours(weight) for weight in weights]
