@@ -138,6 +138,18 @@ def run(family: str, algorithm: str, target_steps: int = 150, steps: int = 60) -
     rows = rows_of(chain(10_000, 8 * 16))
     draft.start_from(target, rows)
     untrained, _ = measure(model, draft.eval())
+    train(draft, target, rows, steps)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = auto_draft(save_draft(draft.eval(), Path(folder) / "draft"))
+    trained, identical = measure(model, loaded)  # which gives it the embedding and the head that its file may leave to the target
+    again = loaded.state_dict()
+    if others := [name for name, tensor in draft.state_dict().items() if not torch.equal(tensor, again[name])]:
+        raise RuntimeError(f"{family} × {algorithm}: loaded, {', '.join(others)} are not what was saved")
+    return loaded, Cell(untrained, trained, identical, type(loaded).name)
+
+
+def train(draft: BaseDraft, target: Target, rows: list[dict[str, Any]], steps: int) -> None:
+    """Batches of 8 of the 128 rows, over and over."""
     collate = DraftCollator(draft.algorithm)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=2e-3)
     draft.train()
@@ -147,13 +159,6 @@ def run(family: str, algorithm: str, target_steps: int = 150, steps: int = 60) -
         draft(batch, target.capture(batch))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    with tempfile.TemporaryDirectory() as folder:
-        loaded = auto_draft(save_draft(draft.eval(), Path(folder) / "draft"))
-    trained, identical = measure(model, loaded)  # which gives it the embedding and the head that its file may leave to the target
-    again = loaded.state_dict()
-    if others := [name for name, tensor in draft.state_dict().items() if not torch.equal(tensor, again[name])]:
-        raise RuntimeError(f"{family} × {algorithm}: loaded, {', '.join(others)} are not what was saved")
-    return loaded, Cell(untrained, trained, identical, type(loaded).name)
 
 
 def table() -> str:
