@@ -152,6 +152,8 @@ class GGUF(FormatBase):
         if corrected := spellings.value(config, "dflash_config.projector_type"):
             return [f"projector_type: a block corrected by what is drafted ('{corrected}'), which its dflash does not ({BUILD})"]
         if kind is None or (kind == "eagle3" and drafts_in_parallel(config)):
+            if architecture == "MTPDraftModel":
+                return [f"MTP: a head is the last block of a target's own file there (draft-mtp), which is not written yet ({BUILD})"]
             what = "that drafts in parallel (P-EAGLE)" if kind else architecture
             return [f"{BUILD} has no architecture for a draft {what}: it runs {' and '.join(PERMUTED)}"]
         wants = {

@@ -190,6 +190,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
     ("dspark", {"markov_head_type": "rnn", "confidence_head_with_markov": False}, "llama", ("vanilla", "reads the token before")),
     ("domino", {}, "llama", ("projector_type",)),
     ("medusa", {}, "llama", ("no architecture",)),
+    ("mtp", {}, "qwen3_next", ("a target's own file",)),
     ("eagle3", {}, "deepseek_v3", ("latent attention",)),
 ]
 
