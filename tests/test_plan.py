@@ -142,9 +142,15 @@ class TestPlan:
         assert plan.tokens_per_second["online"] == pytest.approx(0.4 * 989e3 / sum(plan.gflop_per_token.values()))
         assert plan.hours == pytest.approx(plan.tokens / plan.tokens_per_second["online"] / 3600)
         assert plan.memory["sum"] == sum(n for part, n in plan.memory.items() if part != "sum")
-        more = {**fields, "hidden_states_cache": "c", "training": {"max_steps": 10, "gradient_accumulation_steps": 3, "bf16": False}}
+        more = {
+            **fields,
+            "hidden_states_cache": "c",
+            "hidden_states_dtype": "float8",
+            "training": {"max_steps": 10, "gradient_accumulation_steps": 3, "bf16": False},
+        }
         other = plan_run(RunConfig.check(more), tflops=10, devices=2)
         assert (other.tokens, other.dtype, other.rows) == (10 * 3 * 2 * 8 * 64, "float32", 8)
+        assert other.stored_bytes_per_token == (1 + 4 / 32) * 32 * 2
         epoch = plan.text.tokens * 6
         seconds = epoch / other.tokens_per_second["online"] + (other.tokens - epoch) / other.tokens_per_second["stored"]
         assert other.hours == pytest.approx(seconds / 3600 / 2)

@@ -4,8 +4,10 @@ import json
 import os
 import resource
 import shutil
+import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from rigged import predictable_target, trainer_of, written_rows
 from safetensors.torch import load_file
 from tiny import TOKENS, chat, gradients, tiny_batch, tiny_draft, tiny_rows, tiny_target, tiny_tokenizer
 from torch.testing import assert_close
+from transformers import TrainerCallback
 
-from foredraft import AlgorithmBase, ForedraftError, Target
+from foredraft import AlgorithmBase, DraftTrainer, ForedraftError, Target
 from foredraft.registry import default_registry
 from foredraft.target import store as stores
 from foredraft.target.loading import load_target
+from foredraft.target.streaming import Shuffled, place_of, stream
 from foredraft.training import CachedTarget
 from foredraft.training import run as runs
 from foredraft.training.settings import RunConfig
@@ -50,9 +54,9 @@ class TestWhatTrainingReads:
         target = cached(tmp_path, layers=layers, needs=needs)
         target.fill(PACKED, batch_size=len(PACKED))
         results = []
-        for signal in (plain.capture(batch), target.capture(batch), target.capture({**batch, "states": target.store.states(batch)})):
+        for said in (plain.capture(batch), target.capture(batch), target.capture({**batch, "states": target.store.states(batch)})):
             torch.manual_seed(0)  # EAGLE-1 trains on states with noise
-            step = draft.algorithm.loss(draft, batch, signal)
+            step = draft.algorithm.loss(draft, batch, said)
             step.loss.backward()
             results.append((step.loss.detach(), gradients(draft)))
         for ours in results[1:]:
@@ -253,6 +257,108 @@ class TestFaults:
         assert not list(tmp_path.glob("*.part"))
         target.fill(PACKED)
         assert len(shards(tmp_path)) == 6
+
+
+class Beside:
+    """Captures into a directory in another process, until it is ended."""
+
+    ROOM = 2**15
+
+    def __init__(self, directory: Path, rows: Any = ROWS):
+        self.directory, self.rows, self.most = directory, rows, 0
+
+    def __enter__(self) -> "Beside":
+        self.start()
+        return self
+
+    def start(self) -> None:
+        self.child = os.fork()
+        if self.child == 0:
+            try:
+                torch.manual_seed(0)
+                target = cached(self.directory, layers=tiny_draft(MODEL).config.aux_layers, streams=True)
+                stream(target.store, self.rows, 42, self.ROOM, target.run, batch_size=2)
+            finally:
+                os._exit(0)
+
+    def kill(self) -> None:
+        os.kill(self.child, signal.SIGKILL)
+        os.waitpid(self.child, 0)
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.waitpid(self.child, os.WNOHANG)
+            self.kill()
+
+    def note(self) -> None:
+        sizes = [file.stat().st_size for file in shards(self.directory) if file.exists()]
+        self.most = max(self.most, sum(sizes))
+
+
+class TestStreaming:
+    def trained(self, target: Any, out: Path, each: Any = None, resume: bool = False, **fields: Any) -> Any:
+        class Noting(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if each:
+                    each(state.global_step)
+
+        draft = tiny_draft(MODEL, ttt_steps=2)
+        trainer = trainer_of(draft, target, out, ROWS, **{"max_steps": 11, "per_device_train_batch_size": 1, **fields})
+        trainer.add_callback(Noting())
+        trainer.train(resume_from_checkpoint=resume)
+        return draft.state_dict()
+
+    def test_beside_training(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What another process captures, kills it and begins it anew on the way, trains as the target itself; little is ever on disk."""
+        layers = tiny_draft(MODEL).config.aux_layers
+        with monkeypatch.context() as online:
+            online.setattr(DraftTrainer, "_get_train_sampler", lambda trainer, *_: Shuffled(len(ROWS), trainer.args.seed))
+            plain = self.trained(MODEL, tmp_path / "plain")
+        whole = cached(tmp_path / "whole", layers=layers)
+        whole.fill(ROWS)
+        with Beside(tmp_path / "states") as beside:
+
+            def each(step: int) -> None:
+                beside.note()
+                if step in (2, 5):
+                    beside.kill()
+                    beside.start()
+
+            weights = self.trained(cached(tmp_path / "states", layers=layers, streams=True), tmp_path / "streamed", each)
+            os.waitpid(beside.child, 0)
+        assert_close(weights, plain, rtol=1e-4, atol=1e-5)
+        assert 0 < beside.most <= 1.5 * Beside.ROOM < sum(file.stat().st_size for file in shards(tmp_path / "whole"))
+        assert not shards(tmp_path / "states")
+
+    @pytest.mark.slow
+    def test_training_that_goes_back(self, tmp_path: Path) -> None:
+        """Stopped behind its last checkpoint, it needs states again that were removed: they are captured before those further on."""
+        layers = tiny_draft(MODEL).config.aux_layers
+        saving = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+
+        def stop(step: int) -> None:
+            if step == 5:
+                raise KeyboardInterrupt
+
+        weights = []
+        with Beside(tmp_path / "states"):
+            target = cached(tmp_path / "states", layers=layers, streams=True)
+            with pytest.raises(KeyboardInterrupt):
+                self.trained(target, tmp_path / "out", stop, **saving)
+            weights.append(self.trained(target, tmp_path / "out", resume=True, **saving))
+        with Beside(tmp_path / "others"):
+            weights.append(self.trained(cached(tmp_path / "others", layers=layers, streams=True), tmp_path / "whole", **saving))
+        assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-6)
+
+    def test_nobody_captures(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stores, "PATIENCE", 0.1)
+        target = cached(tmp_path, streams=True)
+        with pytest.raises(ForedraftError, match=r"nobody captures into .*: start `foredraft capture`"):
+            target.capture(tiny_batch(tiny_draft(MODEL).algorithm, PACKED))
+
+    @pytest.mark.parametrize(("step", "place"), [(0, 0), (2, 6), (3, 7), (4, 10), (7, 17)])
+    def test_places(self, step: int, place: int) -> None:
+        assert place_of(step, 7, 3) == place
 
 
 def test_a_run_from_stored_states_leaves_the_layers_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

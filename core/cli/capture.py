@@ -26,4 +26,5 @@ def capture(
     from ..training.capture import capture as carry_out
 
     stored = carry_out(config, batch_size=batch_size, engine=engine, base_url=base_url, engine_arguments=engine_arguments)
-    print(f"{config.hidden_states_cache}: {stored}\nnext: foredraft train {run}")
+    told = f"{stored} rows were captured beside training" if isinstance(stored, int) else f"{stored}\nnext: foredraft train {run}"
+    print(f"{config.hidden_states_cache}: {told}")

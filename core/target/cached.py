@@ -31,6 +31,7 @@ class CachedTarget(Target):
 
     They are told by target (config and weights), aux layers, dtype, and, where a tokenizer is given, by it and its chat template: those of
     another one are refused, unless `of` says that they were compared. `kept` is auto, bfloat16, or float8 with a scale for every state.
+    Where it `streams`, another process captures them while they are read (`streaming.py`), and `fill` does nothing.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class CachedTarget(Target):
         kept: str = "auto",
         tokenizer: Reader | None = None,
         of: Fingerprint | None = None,
+        streams: bool = False,
     ):
         self._tried = False
         super().__init__(model, aux_layers, needs)
@@ -50,13 +52,15 @@ class CachedTarget(Target):
             raise ForedraftError("hidden_states_cache: ranks that share a target run it together, and none could store alone: leave it out")
         spelt = tokenizer and tokenizer_of(tokenizer)
         of = of or fingerprint_of(model.config, weights_of(model), self.aux_layers, needs, model.dtype, spelt)
-        self.store = store_of(directory, model.config, of, model.dtype, kept)
+        self.store = store_of(directory, model.config, of, model.dtype, kept, streams)
 
     def fill(self, *rows: Any, batch_size: int = 8, show_progress: bool = True) -> None:
         """Store what a training on these data sets of packed rows reads, as far as it is not there.
 
         Raises what `Store.fill` raises, and `ForedraftError` where several ranks train and something is missing.
         """
+        if self.store.streams:
+            return
         if any(not hasattr(dataset, "__len__") for dataset in rows):
             raise ForedraftError("hidden_states_cache: the states of a stream of rows cannot be stored before it is read: leave it out")
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -97,8 +101,8 @@ class CachedTarget(Target):
             self.layers.to("meta")
 
 
-def store_of(directory: str | Path, config: Any, of: Fingerprint, dtype: torch.dtype, kept: str) -> Store:
+def store_of(directory: str | Path, config: Any, of: Fingerprint, dtype: torch.dtype, kept: str, streams: bool = False) -> Store:
     """The store in `directory` of states of a target. Raises `ForedraftError` if another target's are there."""
     width = config.get_text_config().hidden_size
     widths = {NAMES[need]: width * (len(of["aux_layers"]) if need == "aux" else 1) for need in of["needs"]}
-    return Store(Path(directory), Form(widths, width, dtype, KEPT[kept] or dtype), of)
+    return Store(Path(directory), Form(widths, width, dtype, KEPT[kept] or dtype), of, streams)

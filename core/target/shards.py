@@ -86,15 +86,15 @@ class Writer:
         if self._size >= self.most:
             self.flush()
 
-    def flush(self) -> None:
-        """Write what was gathered."""
+    def flush(self, called: str | None = None) -> None:
+        """Write what was gathered, as a shard of the name it is `called` by if that is given."""
         if not self._keys:
             return
         tensors = {name: torch.cat(parts) for name, parts in self._parts.items()}
         tensors["keys"] = torch.from_numpy(np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, 16).copy())
         for name, lengths in self._lengths.items():
             tensors[f"{name}_at"] = torch.tensor([0, *lengths]).cumsum(0)
-        file = self.directory / f"{self._token}-{self._written:05d}{SUFFIX}"
+        file = self.directory / f"{called or f'{self._token}-{self._written:05d}'}{SUFFIX}"
         temporary = file.with_suffix(PART)
         try:
             save_file(tensors, temporary, {"of": self.of})
@@ -133,12 +133,15 @@ class Shards:
         """Look what is there. Returns what is wrong with shards, a line each, which with `mend` are set aside, and else not known."""
         there = sorted(file.name for file in self.directory.glob(f"*{SUFFIX}"))
         self.known = {name: index for name, index in self.known.items() if name in there}
+        self._opened = {key: file for key, file in self._opened.items() if key[1] in there}  # what is open takes room, even if removed
         wrong = []
         for name in there:
             if name in self.known:
                 continue
             try:
                 self.known[name] = self._index(name)
+            except FileNotFoundError:  # read to its end, and removed
+                continue
             except (OSError, SafetensorError, KeyError, ValueError) as error:
                 wrong.append(f"shard '{self.directory / name}' is damaged: {error}")
                 if mend:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,9 +24,12 @@ from .shards import PART, Form, Shards, Writer
 
 logger = logging.get_logger("foredraft")
 
-INDEX, LOCK = "states.json", ".writing.lock"
+INDEX, LOCK, FULL = "states.json", ".writing.lock", ".full"
 SHARD = 2**28
 """Bytes of a shard, about."""
+
+PAUSE, PATIENCE = 0.2, 60.0
+"""Seconds between two looks at what the other side of a stream has done, and until it is missed."""
 
 Row = Mapping[str, Any]
 Source = Callable[[Sequence[Row], Sequence[Part]], Iterator[tuple[Part, Mapping[str, Tensor]]]]
@@ -62,6 +66,8 @@ class Store:
     directory: Path
     form: Form
     of: Fingerprint
+    streams: bool = False
+    """Whether they are captured while they are read, and removed behind."""
     shards: Shards = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,18 +102,37 @@ class Store:
                 "  It says what the states beside it are of: without it they cannot be used; remove the directory, or choose another one"
             ) from error
 
+    def note(self, data: str, documents: int) -> None:
+        """Write the index that says what the states here are of."""
+        noted = {"of": self.noted().get("of") or self._own, "data": data, "documents": documents}
+        write_text(self.directory / INDEX, json.dumps(noted))
+
     def states(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """The states of a batch by tensor, [B, S, width]: aux states that no supervised token follows are 0, final ones NaN.
 
-        Raises `ForedraftError` unless all are there.
+        Where they are streamed, waits for those that are not there yet. Raises `ForedraftError` unless all are there, or somebody captures.
         """
         parts, shape = parts_of_batch(batch), batch["input_ids"].shape
         fill = {"aux": 0.0, "hidden": float("nan")}
         states = {name: torch.full((*shape, width), fill[name], dtype=self.form.dtype) for name, width in self.form.widths.items()}
-        found = self.shards.find([part.key for part in parts])
-        if (found < 0).any():
+        keys = [part.key for part in parts]
+        found = self.shards.find(keys)
+        if self.streams or (found < 0).any():  # of a stream shards come and go
             self.shards.refresh()
-            found = self.shards.find([part.key for part in parts])
+            found = self.shards.find(keys)
+        waited = 0.0
+        while self.streams and (found < 0).any():
+            filled, full = self.is_filled(), (self.directory / FULL).exists()
+            if waited > PATIENCE:
+                raise ForedraftError(
+                    f"'{self.directory}' is full before all that training reads at once is there: raise hidden_states_room"
+                    if filled
+                    else f"nobody captures into '{self.directory}', where training waits for states: start `foredraft capture`"
+                )
+            time.sleep(PAUSE)
+            waited = waited + PAUSE if full or not filled else 0.0
+            self.shards.refresh()
+            found = self.shards.find(keys)
         for part, (shard, place) in zip(parts, found.tolist(), strict=True):
             if shard < 0:
                 raise ForedraftError(f"'{self.directory}' lacks a document of rows {batch['row'].tolist()}: `foredraft capture`")
@@ -121,7 +146,7 @@ class Store:
         rows, tokens, size, missing, to_write = [], 0, 0, 0, 0
         for which, dataset in enumerate(datasets):
             for number, row in enumerate(_plain(dataset)):
-                parts = [p for p in _parts(row) if p.key not in seen]
+                parts = [p for p in parts_of_row(row) if p.key not in seen]
                 there = self.shards.find([p.key for p in parts])[:, 0] >= 0
                 for part, stored in zip(parts, there.tolist(), strict=True):
                     seen[part.key] = True
@@ -139,41 +164,47 @@ class Store:
         Says how much it will be, and goes on where another call was ended. Raises `ForedraftError` for other data than the directory's, too
         little room, states that are not finite, and while somebody else captures into the directory.
         """
-        with self._alone():
+        with self.filling(datasets) as wanted:
+            before = wanted.documents - wanted.missing
+            with Progress("capturing documents", wanted.documents, before, show_progress and wanted.missing > 0) as advance:
+                self.take(datasets, wanted.rows, source, batch_size, advance)
+        return wanted
+
+    @contextmanager
+    def filling(self, datasets: Sequence[Any]) -> Iterator[Wanted]:
+        """What is missing of the rows of some data sets, to be stored in the block. Raises what `fill` raises, but for states."""
+        with self.alone():
             for text in self.shards.refresh(mend=True):
                 logger.warning(f"{text}; its states are computed anew")
             wanted = self.wanted(datasets)
-            if not wanted.missing:
-                return wanted
-            self._check(wanted)
-            note = {"of": self.noted().get("of") or self._own, "data": wanted.data, "documents": wanted.documents}
-            write_text(self.directory / INDEX, json.dumps(note))
-            free = shutil.disk_usage(self.directory).free
-            print(f"hidden states: {wanted}; {_amount(wanted.to_write)} to write, {_amount(free)} free", flush=True)
-            if wanted.to_write > free:
-                raise ForedraftError(
-                    f"'{self.directory}' has room for {_amount(free)}, and the hidden states take {_amount(wanted.to_write)} more: make "
-                    "room, keep them in float8 (hidden_states_dtype), or take less data"
-                )
-            self._fill(datasets, wanted, source, batch_size, show_progress)
-        return wanted
+            if wanted.missing:
+                self._check(wanted)
+                self.note(wanted.data, wanted.documents)
+                free = shutil.disk_usage(self.directory).free
+                print(f"hidden states: {wanted}; {_amount(wanted.to_write)} to write, {_amount(free)} free", flush=True)
+                if wanted.to_write > free:
+                    raise ForedraftError(
+                        f"'{self.directory}' has room for {_amount(free)}, and the hidden states take {_amount(wanted.to_write)} more: "
+                        "make room, keep them in float8 (hidden_states_dtype), or take less data"
+                    )
+            yield wanted
+            self.shards.refresh()
 
-    def _fill(self, datasets: Sequence[Any], wanted: Wanted, source: Source, batch_size: int, show_progress: bool) -> None:
+    def take(self, datasets: Sequence[Any], asked: Sequence[tuple[int, int]], source: Source, batch_size: int, advance: Any) -> None:
+        """Store what some rows (which data set, which row of it) lack, in shards of their own; `advance` is told of every document."""
         writer = Writer(self.directory, self.form, self.shards.of, SHARD)
         written: set[bytes] = set()
-        with Progress("capturing documents", wanted.documents, wanted.documents - wanted.missing, show_progress) as advance:
-            for start in range(0, len(wanted.rows), batch_size):
-                rows = [datasets[which][number] for which, number in wanted.rows[start : start + batch_size]]
-                parts = [p for i, row in enumerate(rows) for p in _parts(row, i)]
-                stored = self.shards.find([part.key for part in parts])[:, 0] >= 0
-                new = {part.key: part for part, there in zip(parts, stored.tolist(), strict=True) if not there and part.key not in written}
-                for part, states in source(rows, list(new.values())):
-                    _check_finite(states, rows[part.row], part)
-                    writer.add(part.key, states)
-                    written.add(part.key)
-                    advance(1)
+        for start in range(0, len(asked), batch_size):
+            rows = [datasets[which][number] for which, number in asked[start : start + batch_size]]
+            parts = [p for i, row in enumerate(rows) for p in parts_of_row(row, i)]
+            stored = self.shards.find([part.key for part in parts])[:, 0] >= 0
+            new = {part.key: part for part, there in zip(parts, stored.tolist(), strict=True) if not there and part.key not in written}
+            for part, states in source(rows, list(new.values())):
+                check_finite(states, rows[part.row], part)
+                writer.add(part.key, states)
+                written.add(part.key)
+                advance(1)
         writer.flush()
-        self.shards.refresh()
 
     def _check(self, wanted: Wanted) -> None:
         noted = self.noted()
@@ -184,8 +215,17 @@ class Store:
                 "  Choose another directory, or remove this one"
             )
 
+    def is_filled(self) -> bool:
+        """Whether somebody captures into the directory now."""
+        try:
+            with FileLock(self.directory / LOCK, timeout=0):
+                return False
+        except (Timeout, OSError):
+            return self.directory.is_dir()
+
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
+        """While this one captures into the directory. Raises `ForedraftError` if another does."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.directory / LOCK, timeout=0, is_singleton=True)
@@ -199,7 +239,8 @@ class Store:
             raise ForedraftError(f"hidden_states_cache: '{self.directory}' cannot be written: {error}") from error
 
 
-def _check_finite(states: Mapping[str, Tensor], row: Row, part: Part) -> None:
+def check_finite(states: Mapping[str, Tensor], row: Row, part: Part) -> None:
+    """Raises `ForedraftError` that names the place of a state that is not finite."""
     for name, states_nX in states.items():
         if not bool(states_nX.isfinite().all()):
             place = int((~states_nX.isfinite()).any(-1).nonzero()[0])
@@ -210,7 +251,8 @@ def _check_finite(states: Mapping[str, Tensor], row: Row, part: Part) -> None:
             )
 
 
-def _parts(row: Row, number: int = 0) -> list[Part]:
+def parts_of_row(row: Row, number: int = 0) -> list[Part]:
+    """The parts of a packed row, `number` in its batch."""
     return parts_of(row["documents"], row["spans"], row["input_ids"], number, row.get("pixels"))
 
 

@@ -32,6 +32,11 @@ def check_run(config: RunConfig) -> DraftTrainingArguments:
     (check_settled if config.draft else check_draft)(config, problems)
     if config.eval_data and config.data.held_out:
         problems.append("eval_data and data.held_out both say what to evaluate on: leave one of them out")
+    if config.hidden_states_room is not None and (config.eval_data or config.data.held_out or not config.hidden_states_cache):
+        problems.append(
+            "hidden_states_room: states are streamed through hidden_states_cache, and only those that are trained on: name a directory "
+            "there, leave out eval_data and data.held_out"
+        )
     with gathering(problems):
         arguments = DraftTrainingArguments(**{"save_strategy": "epoch", **config.training, "output_dir": config.output_dir})
         if arguments.eval_strategy != "no" and not (config.data.held_out or config.eval_data):

@@ -16,7 +16,9 @@ from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..files.hub import locate
 from ..files.reading import read_config
+from ..target.cached import KEPT
 from ..target.loading import load_config, load_tokenizer
+from ..target.shards import FLOAT8
 from .checks import check_draft, check_settled, open_start, sources
 from .cost import Cost, Shape, count_step
 from .defaults import DraftTrainingArguments
@@ -72,6 +74,7 @@ class Plan:
     tokens_per_second: dict[str, float]
     """With the target run, and from stored states."""
     stored_bytes_per_token: int
+    """In the dtype that they are kept in (`hidden_states_dtype`)."""
     stored_bytes: float | None
     """Of all the data; None where its size is not known."""
     tokens: float | None
@@ -116,6 +119,9 @@ def plan_run(config: RunConfig, *, device: str | None = None, tflops: float | No
     first = min(tokens or 1e9, epoch or float("inf")) if config.hidden_states_cache else tokens or 1e9
     seconds = first / speed["online"] + ((tokens or 1e9) - first) / speed["stored"]
     draft = fullest.draft
+    kept = KEPT[config.hidden_states_dtype] or settings["target_dtype"]
+    scale = 4 / target.get_text_config().hidden_size if kept == FLOAT8 else 0
+    stored = round(fullest.state_bytes / fullest.tokens / settings["target_dtype"].itemsize * (kept.itemsize + scale))
     return Plan(
         algorithm=draft["algorithm"],
         adapter=draft["adapter"],
@@ -138,8 +144,8 @@ def plan_run(config: RunConfig, *, device: str | None = None, tflops: float | No
         tflops=peak,
         mfu=mfu,
         tokens_per_second=speed,
-        stored_bytes_per_token=fullest.state_bytes // fullest.tokens,
-        stored_bytes=epoch and epoch * (fullest.state_bytes // fullest.tokens),
+        stored_bytes_per_token=stored,
+        stored_bytes=epoch and epoch * stored,
         tokens=tokens,
         hours=seconds / 3600 / devices,
     )

@@ -1,6 +1,7 @@
 """Progress of a training: a bar or none, and a line of loss, accuracy per drafted position and estimated τ at each log."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
@@ -8,6 +9,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..data import DraftCollator
+from ..target.streaming import place_of, read_up_to
 
 A_TWENTIETH = 0.05
 """How often a training logs unless told otherwise: 20 times, and at least every 10 steps."""
@@ -36,6 +38,30 @@ class Stopwatch(TrainerCallback):
         """The newest entry."""
         if self.began is not None:
             state.log_history[-1]["seconds"] = round(time.monotonic() - self.began, 2)
+
+
+class ReadUpTo(TrainerCallback):
+    """Tells whoever captures beside the training how many rows it has read, and removes their states."""
+
+    def __init__(self, directory: Path, rows: int, batch: int):
+        self.directory, self.rows, self.batch = directory, rows, batch
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Where it begins, or goes on."""
+        self._tell(args, state, False)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After a step."""
+        self._tell(args, state, False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Nothing more is read, unless it was stopped on the way."""
+        self._tell(args, state, state.global_step >= state.max_steps)
+
+    def _tell(self, args: Any, state: Any, finished: bool) -> None:
+        if state.is_world_process_zero:
+            per_step = self.batch * args.gradient_accumulation_steps * args.world_size
+            read_up_to(self.directory, place_of(state.global_step, self.rows, per_step), finished)
 
 
 class AsAskedNow(TrainerCallback):

@@ -64,7 +64,8 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
     stored = None
     with suppress(ForedraftError):  # files may name weights otherwise than modules: then the target itself is compared, and tells
         stored = store_of_run(config, draft, tokenizer)
-    whole = stored is not None and not stored.wanted([part for part in (rows, eval_rows) if part is not None]).missing
+    streams = config.hidden_states_room is not None
+    whole = stored is not None and (streams or not stored.wanted([part for part in (rows, eval_rows) if part is not None]).missing)
     model = load_target(config.target, config.target_dtype, config, arguments.device, layers=not whole)
     for text in () if begun else draft.assumed(model.config.get_text_config()):
         print(f"assumed: {text}", flush=True)
@@ -72,8 +73,13 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
     draft.config.foredraft["data"] = {"sources": named, "packed": rows.info.description}
     layers, needs = draft.config.aux_layers, draft.algorithm.needs
     if config.hidden_states_cache:
-        kept: Any = {"kept": config.hidden_states_dtype, "tokenizer": tokenizer, "of": stored.of if whole and stored else None}
-        target: Target = CachedTarget(model, layers, config.hidden_states_cache, needs, **kept)
+        kept: Any = {
+            "kept": config.hidden_states_dtype,
+            "tokenizer": tokenizer,
+            "of": stored.of if whole and stored else None,
+            "streams": streams,
+        }
+        target: Target = CachedTarget(model, layers, config.hidden_states_cache, needs, streams=streams, **kept)
     else:
         target = Target(model, layers, needs)
     started = draft.retarget(target, rows, config.draft_vocab_size) if begun else draft.start_from(target, rows)

@@ -69,6 +69,9 @@ class RunConfig(Rendering):
     hidden_states_dtype: Literal["auto", "bfloat16", "float8"] = Field(
         "auto", description="what they are kept in: the target's own dtype, bfloat16, or float8 with a scale for every state"
     )
+    hidden_states_room: float | None = Field(
+        None, gt=0, description="GiB that they may take: `foredraft capture` runs beside training, which removes what it has read"
+    )
     kernel: Literal["auto", "flash", "flash-attn", "eager"] = Field(
         "auto", description="of attention in training: torch's own flash, the package flash-attn, or eager; auto: flash where it runs"
     )

@@ -29,4 +29,4 @@ def store_of_run(config: RunConfig, draft: BaseDraft, reader: Reader) -> Store |
         return None
     needs = draft.algorithm.needs
     of = fingerprint_of(target, weights_of_files(config.target), draft.config.aux_layers, needs, dtype, tokenizer_of(reader))
-    return store_of(config.hidden_states_cache, target, of, dtype, config.hidden_states_dtype)
+    return store_of(config.hidden_states_cache, target, of, dtype, config.hidden_states_dtype, config.hidden_states_room is not None)

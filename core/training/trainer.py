@@ -23,12 +23,13 @@ from ..loss import estimated_tau
 from ..target.cached import CachedTarget
 from ..target.loading import place
 from ..target.pairing import check_pair, remember, warn_of_other
+from ..target.streaming import Shuffled
 from ..target.target import Target
 from .alone import alone_in
 from .borrowing import Borrow
 from .defaults import DraftTrainingArguments
 from .inputs import as_arrays, check_rows
-from .progress import AsAskedNow, DraftPrinter, DraftProgress, SeedByEpoch, Stopwatch
+from .progress import AsAskedNow, DraftPrinter, DraftProgress, ReadUpTo, SeedByEpoch, Stopwatch
 from .ready import check_ready
 from .resume import latest_complete
 from .sharding import local, shard, share_out_state, whole
@@ -89,6 +90,8 @@ class DraftTrainer(Trainer):
         if isinstance(self.target, CachedTarget):
             held_out = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
             sets = (rows for rows in (self.train_dataset, *held_out) if rows is not None)
+            if self.target.store.streams:
+                self.add_callback(ReadUpTo(self.target.store.directory, len(self.train_dataset), args.train_batch_size))
             self.target.fill(*sets, batch_size=args.per_device_train_batch_size, show_progress=not args.disable_tqdm)
         if self._sharded:
             shard(model, self.args.device, self.args.bf16)
@@ -206,6 +209,11 @@ class DraftTrainer(Trainer):
         state = whole(self.optimizer.state_dict(), self.args.should_save)
         with patch.object(self.optimizer, "state_dict", lambda: state):
             super()._save_optimizer_and_scheduler(output_dir)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.target, CachedTarget) and self.target.store.streams:
+            return Shuffled(len(self.train_dataset), self.args.seed)
+        return super()._get_train_sampler(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         """Supervised slots per drafting step, over all micro-batches and ranks."""
