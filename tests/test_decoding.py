@@ -19,6 +19,7 @@ from tiny import Document, tiny_batch, tiny_config, tiny_draft, tiny_rows, tiny_
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import (
+    CONFIG_MAPPING,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
@@ -38,6 +39,7 @@ from transformers.generation.streamers import BaseStreamer
 from foredraft import ForedraftError, TreeShape, evaluate, generate
 from foredraft.decoding import DraftingStats, load_prompts
 from foredraft.decoding.evaluate import Evaluation
+from foredraft.decoding.families import SMALL
 from foredraft.decoding.report import demand_identical, plot_acceptance, table
 from foredraft.decoding.verification import check_target
 from foredraft.testing.tiny import tiny_model
@@ -252,9 +254,16 @@ def p_value(chi_square: float, degrees: int) -> float:
 
 
 @functools.cache
-def sampled_pair() -> tuple[Any, Any]:
-    """Twelve tokens, of which the draft can name eight."""
-    target = tiny_target(layers=2, vocab=12, hidden=16, initializer_range=0.2, eos_token_id=None)
+def sampled_pair(family: str = "llama") -> tuple[Any, Any]:
+    """Twelve tokens, of which the draft can name eight; behind a state, and full attention, in a hybrid."""
+    sizes: dict[str, Any] = {"initializer_range": 0.2, "eos_token_id": None}
+    if family == "llama":
+        target: Any = tiny_target(layers=2, vocab=12, hidden=16, **sizes)
+    else:
+        sizes |= {"vocab_size": 12, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        known = CONFIG_MAPPING[family]().to_dict()
+        target = tiny_model(CONFIG_MAPPING[family](**{**{n: v for n, v in SMALL.items() if n in known}, **sizes}))
+        target.generation_config.eos_token_id = None
     return target, tiny_draft(target, aux_layers=(1,), num_aux=1, draft_vocab_size=8, ttt_steps=2).eval()
 
 
@@ -279,9 +288,9 @@ class TestSampling:
     }
 
     @staticmethod
-    def sample(k: int, new: int, stats: DraftingStats, **kwargs: Any) -> list[int]:
+    def sample(k: int, new: int, stats: DraftingStats, family: str = "llama", **kwargs: Any) -> list[int]:
         out = generate(
-            *sampled_pair(),
+            *sampled_pair(family),
             torch.tensor([[3, 4, 5]]),
             num_draft_tokens=k,
             max_new_tokens=new,
@@ -294,10 +303,10 @@ class TestSampling:
         return out[0].tolist()
 
     @staticmethod
-    def exact(ids: Tensor, processors: list[Any]) -> Tensor:
+    def exact(ids: Tensor, processors: list[Any], family: str = "llama") -> Tensor:
         """The target's processed distribution after every prefix of `ids` [L]: [L, V]."""
         with torch.no_grad():
-            logits_LV = sampled_pair()[0](ids[None]).logits[0].float()
+            logits_LV = sampled_pair(family)[0](ids[None]).logits[0].float()
         return LogitsProcessorList(processors)(ids[None].expand(len(ids), -1), logits_LV).softmax(-1)
 
     @pytest.mark.slow
@@ -327,15 +336,16 @@ class TestSampling:
         assert p_value(chi_square, len(expected) - 1) > 1e-3
 
     @pytest.mark.parametrize(
-        ("name", "k"),
+        ("name", "k", "family"),
         [
-            pytest.param("plain", 4, marks=pytest.mark.slow),  # the conformance kit samples so, too
-            pytest.param("hot", 1, marks=pytest.mark.slow),
-            ("top k", 4),
-            ("top p", 2),
+            pytest.param("plain", 4, "llama", marks=pytest.mark.slow),  # the conformance kit samples so, too
+            pytest.param("hot", 1, "llama", marks=pytest.mark.slow),
+            ("top k", 4, "llama"),
+            ("top p", 2, "llama"),
+            ("top k", 3, "qwen3_next"),
         ],
     )
-    def test_conditional_distributions(self, name: str, k: int) -> None:
+    def test_conditional_distributions(self, name: str, k: int, family: str) -> None:
         """Long samples: F(token) under the target's exact distribution after its own prefix is uniform, token for token.
 
         Tokens that the draft can name stand first, so that a preference for them shows.
@@ -343,10 +353,10 @@ class TestSampling:
         torch.manual_seed(k)
         kwargs, processors = self.SETTINGS[name]
         stats, values = DraftingStats(), []
-        order = sampled_pair()[1].t2d.logical_not().long().argsort(stable=True)
+        order = sampled_pair(family)[1].t2d.logical_not().long().argsort(stable=True)
         for _ in range(15):
-            ids = torch.tensor(self.sample(k, 40, stats, **kwargs))
-            p_LV = self.exact(ids, processors)[2:-1][:, order]
+            ids = torch.tensor(self.sample(k, 40, stats, family, **kwargs))
+            p_LV = self.exact(ids, processors, family)[2:-1][:, order]
             at = (order == ids[3:, None]).long().argmax(-1, keepdim=True)
             assert p_LV.gather(1, at).gt(0).all()
             values.append((p_LV.cumsum(-1).gather(1, at) - p_LV.gather(1, at) * torch.rand(len(at), 1)).flatten())

@@ -1,5 +1,6 @@
 """Targets that keep states of fixed size: trained a document a row, decoded losslessly by copies of the states; and those with streams."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ FAST = ("zamba2", "minimax")
 # Convolutions, which can be cut (lfm2); a list of states (rwkv); several states in a layer (qwen4_exp); compressors (deepseek_v4).
 SLOW = ("lfm2_moe", "rwkv", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "kimi_linear", "falcon_h1", "bamba")
 SLOW += ("granitemoehybrid", "olmo_hybrid", "lfm2", "nemotron_h", "deepseek_v4", "glm5_next", "zaya", "mamba2")
-FAMILIES = [*FAST, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
+ROUNDED = [("lfm2", torch.float64), ("falcon_h1", torch.float64), *((family, torch.float32) for family in ("zamba2", *SLOW))]
+FAMILIES = [("zamba2", torch.float64), ("minimax", torch.float32), *(pytest.param(*case, marks=pytest.mark.slow) for case in ROUNDED)]
 ONE_BY_ONE = ("mamba", "jamba", "falcon_mamba", "zamba", "recurrent_gemma")
 TRAINED = sorted({*FAST, *SLOW, *ONE_BY_ONE} - {"zamba2", "rwkv", "mamba", "falcon_mamba"})
 IDS = torch.tensor([[3, 9, 4, 3, 9, 4, 8, 5]])
@@ -31,10 +33,10 @@ def target_of(family: str) -> PreTrainedModel:
     return tiny_model(CONFIG_MAPPING[family])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_whatever_is_accepted_the_text_is_the_targets(family: str) -> None:
+@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+def test_whatever_is_accepted_the_text_is_the_targets(family: str, dtype: torch.dtype) -> None:
     """Nothing, some and all of what was drafted; sampled, too: one seed, one text. In float32 a tie could fall otherwise: none does."""
-    model = target_of(family)
+    model = deepcopy(target_of(family)).to(dtype)
     plain = model.generate(IDS, **GREEDY)
     taus = []
     for wrong in (0.0, 0.3, 1.0):
@@ -92,7 +94,7 @@ class TestReplay:
 
     @pytest.mark.parametrize("family", ["jamba", *(pytest.param(f, marks=pytest.mark.slow) for f in ONE_BY_ONE if f != "jamba")])
     def test_layers_that_read_one_token_at_a_time(self, family: str) -> None:
-        with pytest.raises(ForedraftError, match="behind a state its layers read one token at a time"):
+        with pytest.raises(ForedraftError, match="behind a state it does not read several tokens as it does in one go"):
             generate(target_of(family), "prompt_lookup", IDS, **GREEDY)
 
     @pytest.mark.parametrize("family", FAST)

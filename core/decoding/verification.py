@@ -63,7 +63,9 @@ def check_target(model: PreTrainedModel, config: GenerationConfig, kwargs: Mappi
     if tree and config.return_dict_in_generate and config.output_attentions:
         reasons.append("output_attentions: attention over a tree is not attention over its text")
     if not reasons and is_stateful(model, cache) and not _continues(model):
-        reasons.append("behind a state its layers read one token at a time, in transformers: all drafted ones at once would lose it")
+        reasons.append(
+            "behind a state it does not read several tokens as it does in one go, in transformers: all drafted ones at once would lose it"
+        )
     if reasons:
         drafted, advice = ("a tree", "; or leave tree out, for a chain") if tree else ("drafted tokens", "")
         raise ForedraftError(f"{type(model).__name__} cannot verify {drafted}: {'; '.join(reasons)}{advice}")
