@@ -1,18 +1,25 @@
 """Drafts of quantised targets, and of those with an adapter, start from the matrices that packed weights stand for."""
 
+import json
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import tiny_batch, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
+from transformers import CONFIG_MAPPING
 
 from foredraft import DraftTrainer, DraftTrainingArguments, ForedraftError, auto_draft, generate
 from foredraft.contracts.loading import Loading
+from foredraft.decoding.compatibility import try_out
+from foredraft.decoding.families import tiny_model
 from foredraft.target.loading import load_target
 from foredraft.target.sample import others, sample_of
 from foredraft.target.weights import matrix_of
@@ -145,15 +152,70 @@ QUANTISERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def in_compressed_tensors(model: Any, folder: Path, scheme: str) -> None:
+    """The model as llm-compressor writes it: its library's own scales, without calibration."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    how = preset_name_to_scheme(scheme, targets=["Linear"])
+    if how.weights.group_size:
+        how.weights.group_size = 32
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": how}, ignore=["lm_head"]))
+    for module in (m for m in model.modules() if hasattr(m, "weight_scale")):
+        pieces = module.weight.detach().view(*module.weight_scale.shape, -1)
+        found = calculate_qparams(pieces.amin(-1), pieces.amax(-1), how.weights)
+        for name, value in zip(("weight_scale", "weight_zero_point"), found, strict=True):
+            if hasattr(module, name):
+                getattr(module, name).data.copy_(value)
+        if hasattr(module, "input_scale"):
+            module.input_scale.data.fill_(0.05)
+    packed = ModelCompressor.from_pretrained_model(model)
+    packed.compress_model(model)
+    model.save_pretrained(folder)
+    packed.update_config(folder)
+
+
+def in_fp8(model: Any, folder: Path) -> None:
+    """The model as DeepSeek-V3 is published: a scale for each block of a matrix."""
+    side, state = 32, dict(model.state_dict())
+    for name in [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]:
+        weight = state[f"{name}.weight"]
+        blocks = weight.view(weight.shape[0] // side, side, -1, side)
+        scale = blocks.abs().amax((1, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+        state |= {f"{name}.weight": (blocks / scale).view_as(weight).to(torch.float8_e4m3fn), f"{name}.weight_scale_inv": scale[:, 0, :, 0]}
+    written(model, folder, state, {"quant_method": "fp8", "weight_block_size": [side, side], "modules_to_not_convert": ["lm_head"]})
+
+
+def written(model: Any, folder: Path, state: dict[str, Tensor], quantization: dict[str, Any]) -> None:
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+PUBLISHED: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
+    "fp8 in blocks": ("accelerate", in_fp8),
+    **{f"compressed-tensors {s}": ("compressed_tensors", partial(in_compressed_tensors, scheme=s)) for s in ("FP8_DYNAMIC", "FP8")},
+    **{f"compressed-tensors {s}": ("compressed_tensors", partial(in_compressed_tensors, scheme=s)) for s in ("W8A8", "W8A16", "W4A16")},
+}
+"""Checkpoints that are quantised already, which transformers dequantises where their kernels do not run: some as late as in their first
+forward."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", QUANTISERS)
+@pytest.mark.parametrize("how", [*QUANTISERS, *PUBLISHED])
 def test_real_quantisers(how: str, tmp_path: Path) -> None:
     """Near the weights that were quantised, where the library is installed; a step is trained, and text decoded with the draft."""
-    library, quantization = QUANTISERS[how]
+    library, given = {**QUANTISERS, **PUBLISHED}[how]
     pytest.importorskip(library)
     model = tiny_target(hidden=64)
-    model.save_pretrained(tmp_path)
-    quantised = load_target(str(tmp_path), "float32", Loading(quantization={"quant_method": library, **quantization}))
+    if isinstance(given, dict):
+        model.save_pretrained(tmp_path)
+    else:
+        given(deepcopy(model), tmp_path)
+    loading = Loading(quantization={"quant_method": library, **given} if isinstance(given, dict) else None)
+    quantised = load_target(str(tmp_path), "float32", loading)
     draft = auto_draft(model.config, num_layers=2, ttt_steps=2)
     assert "18 of 19 layer tensors" in draft.start_from(quantised)
     pairs = {name: model.model.layers[-1].get_submodule(name) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")}
@@ -168,3 +230,20 @@ def test_real_quantisers(how: str, tmp_path: Path) -> None:
     DraftTrainer(draft, quantised, run, train_dataset=tiny_rows([["uuaaaauaaa"]])).train()
     ids, settings = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(generate(quantised, draft.eval(), ids, **settings), quantised.generate(ids, **settings))
+
+
+@pytest.mark.slow
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """As gpt-oss is published, four bits a number and a scale for each 32: dequantised by transformers where no kernels are."""
+    pytest.importorskip("accelerate")
+    model = tiny_model(CONFIG_MAPPING["gpt_oss"])
+    state = dict(model.state_dict())
+    for name in [name for name in state if name.endswith("_proj") and ".experts." in name]:
+        experts, rows, columns = state.pop(name).mT.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": torch.full(blocks.shape[:3], 122, dtype=torch.uint8)}
+    written(model, tmp_path, state, {"quant_method": "mxfp4"})
+    quantised = load_target(str(tmp_path), "float32", Loading())
+    assert not torch.equal(quantised(torch.tensor([[5, 6, 7]])).logits, model(torch.tensor([[5, 6, 7]])).logits)
+    quantised.generation_config.eos_token_id = None
+    try_out(quantised)  # a training step, and a decode that gives the target's own text
