@@ -86,8 +86,13 @@ class DeepseekV3Draft(BaseDraft):
 
     @classmethod
     def shape(cls, target: PretrainedConfig) -> dict[str, Any]:
-        """The target's own dimensions without biases, dense in every layer, with interleaved rotary pairs: all that engines know."""
+        """The target's own dimensions without biases, dense in every layer, with interleaved rotary pairs: all that engines know.
+
+        Mistral 4 says of RoPE how much of a whole head it turns, and how queries far behind are scaled: neither is a draft's.
+        """
         fields = {name: getattr(target, name) for name in SHARED}
+        other = ("partial_rotary_factor", "llama_4_scaling_beta")
+        fields["rope_parameters"] = {name: value for name, value in target.rope_parameters.items() if name not in other}
         dense = {"first_k_dense_replace": target.num_hidden_layers, "num_mtp_layers": 0}
         return {**fields, **dense, "num_key_value_heads": target.num_attention_heads, "attention_bias": False, "rope_interleave": True}
 

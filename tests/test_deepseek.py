@@ -288,7 +288,7 @@ class TestExperts:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "adapter"), [(t, "deepseek_v3") for t in ("deepseek_v32", "glm_moe_dsa")] + [("minicpm3", "generic")]
+    ("model_type", "adapter"), [(t, "deepseek_v3") for t in ("deepseek_v32", "glm_moe_dsa", "mistral4")] + [("minicpm3", "generic")]
 )
 def test_other_families_with_a_latent(model_type: str, adapter: str) -> None:
     """A latent draft where engines serve one, a Llama-shaped one elsewhere, which says so; both are trained and decode."""

@@ -180,7 +180,8 @@ def _served(model: PreTrainedModel, draft: BaseDraft, registry: Registry) -> dic
     """By engine that says which targets it captures hidden states of: why it does not serve the draft behind this one; None if it does."""
     reasons, name = {}, type(model).__name__
     for engine in (cls() for _, cls in sorted(registry.engines().items()) if cls.targets is not None):
-        unknown = None if name in engine.targets else f"it hands on no hidden states of {name}"
+        known = {target.replace("_", "") for target in engine.targets}  # Kimi_K25 here is KimiK25 there, and in checkpoints
+        unknown = None if name.replace("_", "") in known else f"it hands on no hidden states of {name}"
         reasons[engine.name] = unknown or engine.refuses(draft.config.to_dict())
     return reasons
 

@@ -175,8 +175,10 @@ def _sizes(config: PretrainedConfig, small: dict[str, Any]) -> dict[str, Any]:
     }
     if getattr(config, "sliding_window", None) is None:  # a cache believes in a window that the model may not have
         sizes.pop("sliding_window", None)
-    if "kv_lora_rank" in names:  # latent attention has as many of either
+    if "kv_lora_rank" in names:  # latent attention has as many of either, and heads whose width follows from that of their parts
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+        if "head_dim" not in getattr(type(config), "__dataclass_fields__", fields):
+            sizes.pop("head_dim", None)
     if small is SMALL:
         sizes |= _layers(fields)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -188,12 +188,15 @@ class Target:
                 theirs = self.model(input_ids=ids, use_cache=False).logits[0].float()
         finally:
             seen.remove()
-        ours = self.head(final[0][0].to(theirs.device))
-        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
-            raise ForedraftError(
-                f"the head of {type(self.model).__name__} is not understood: final hidden state × head differs from its logits by up to "
-                f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras: logit_scale, {', '.join(DIVISORS)}, final_logit_softcapping"
-            )
+        for multiplier in (self._multiplier, 1.0):  # what is built around a text model may leave its scale out (Aya Vision)
+            self._multiplier = multiplier
+            ours = self.head(final[0][0].to(theirs.device))
+            if torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max())):
+                return
+        raise ForedraftError(
+            f"the head of {type(self.model).__name__} is not understood: final hidden state × head differs from its logits by up to "
+            f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras: logit_scale, {', '.join(DIVISORS)}, final_logit_softcapping"
+        )
 
     def _end_to_end(self, ids_BS: Tensor, positions_BS: Tensor, ends: Tensor, longest: int) -> Tensor:
         """Final states [1, B·S, T] of rows laid end to end, each token seeing its own document; see `segments.attend`."""
