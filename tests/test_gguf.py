@@ -94,7 +94,11 @@ def a_draft(folder: Path, algorithm: str = "eagle3", rope: str = "plain", dtype:
         ("llama3", torch.float32, {"draft_vocab_size": 100}),
         ("longrope", torch.bfloat16, {}),
         ("yarn", torch.float32, {"algorithm": "dflash", "num_layers": 2, "num_aux": 3, "block_size": 6, "mask_token_id": 7}),
-        ("plain", torch.float32, {"algorithm": "dspark", "num_layers": 1, "num_aux": 2, "block_size": 6, "mask_token_id": 7}),
+        (
+            "plain",
+            torch.float32,
+            {"algorithm": "dspark", "num_layers": 1, "num_aux": 2, "mask_token_id": 7, "enable_confidence_head": False},
+        ),
     ],
 )
 def test_there_and_back(tmp_path: Path, rope: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -117,6 +121,7 @@ def test_there_and_back(tmp_path: Path, rope: str, dtype: torch.dtype, options: 
     held = GGUF().open(file)
     for config in (before, held.config):
         words = LlamaCpp().arguments(config, "draft", "target", 3)
+        assert ("llamacpp-unsure" in {f.id for f in LlamaCpp().findings(open_subject(file).draft)}) == (draft.algorithm.name == "dspark")
         assert words[words.index("--spec-type") + 1] == f"draft-{draft.algorithm.name}", "it would run a DSpark file as DFlash"
     data = {name: value for name, value in held.config[INSIDE].items() if not name.endswith("rope.scaling.parameters")}
     told = GGUF().flatten({INSIDE: data})["rope_parameters"]

@@ -62,7 +62,7 @@ def _read_costs(file: Path) -> dict[int, float]:
         known = {0: 1.0, **{int(k): float(cost) for k, cost in told.items()}}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ForedraftError(f"--costs {file}: expected JSON such as {{'costs': {{'1': 1.3, '2': 1.6}}}}: {error}") from error
-    between = {}
+    between: dict[int, float] = {}
     for (a, low), (b, high) in pairwise(sorted(known.items())):
         between |= {k: low + (high - low) * (k - a) / (b - a) for k in range(a, b + 1)}
     return between
