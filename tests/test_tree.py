@@ -155,14 +155,11 @@ class TestGrowing:
         ids = torch.tensor([5, 1, 2])
         aux = aux_of(target, draft, ids)
         names = draft.draft_ids.tolist()
-        values: dict[tuple[int, ...], float] = {}
-        for path in itertools.product(names, repeat=depth):
-            logits = along(draft, ids, aux, path)
-            value = 0.0
-            for i, token in enumerate(path):
-                value += float(logits[i].log_softmax(-1)[names.index(token)])
-                values[path[: i + 1]] = value
-        best = sorted(values, key=lambda path: -values[path])[:nodes]
+        values: dict[tuple[int, ...], float] = {(): 0.0}
+        for path in (path for length in range(depth) for path in itertools.product(names, repeat=length)):
+            after_W = along(draft, ids, aux, path)[-1].log_softmax(-1).tolist()
+            values |= {(*path, token): values[path] + more for token, more in zip(names, after_W, strict=True)}
+        best = sorted(values, key=lambda path: -values[path])[1 : nodes + 1]
         tree = AutoregressiveDrafter(draft).propose_tree(ids, aux, shape(depth, top_k, nodes), raw_rank(draft))
         assert len(tree.tokens) == nodes
         assert set(paths_of(tree)[1:]) == set(best)
