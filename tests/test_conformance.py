@@ -34,6 +34,7 @@ from foredraft.plugins.prompt_lookup import PromptLookup
 from foredraft.plugins.safeailab import SafeAILab
 from foredraft.plugins.sglang import SGLang
 from foredraft.plugins.speculators import Speculators
+from foredraft.plugins.suffix import Suffix
 from foredraft.plugins.vllm import VLLM
 from foredraft.testing import AdapterTests, AlgorithmTests, DrafterTests, EngineTests, FormatTests
 from foredraft.testing.case import Case
@@ -208,10 +209,10 @@ class TestMedusaAsServed(OneMethod):
     cls, small = Medusa, {"num_heads": 2, "served": True, "num_blocks": 2}
 
 
-class TestPromptLookup(DrafterTests):
-    @pytest.fixture
-    def algorithm(self) -> Any:
-        return PromptLookup
+class TestWithoutWeights(DrafterTests):
+    @pytest.fixture(params=[PromptLookup, Suffix])
+    def algorithm(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
 
 
 MADE: dict[str, tuple[Any, str, dict[str, Any]]] = {

@@ -36,6 +36,14 @@ DraftTokensOption = Annotated[
     ),
 ]
 
+LossyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lossy",
+        metavar="RULE",
+        help="accept more than the target would say, so that the output is NOT the target's: lenience=0.8, or typical=0.09,0.3",
+    ),
+]
 MinConfidenceOption = Annotated[
     float,
     typer.Option(

@@ -16,6 +16,7 @@ from .common import (
     DtypeOption,
     EngineArgumentsOption,
     EngineOption,
+    LossyOption,
     MinConfidenceOption,
     StrictOption,
     TargetOption,
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
     from ..contracts.algorithm import DrafterBase
     from ..decoding import TreeShape
     from ..decoding.evaluate import Evaluation, Prompt
+    from ..decoding.verification import Lossy
 
 DraftOption = Annotated[str | None, typer.Option("--draft", help="directory or hub id of the draft")]
 AlgorithmOption = Annotated[
-    str | None, typer.Option("--algorithm", help="in place of a draft, an algorithm that needs none: prompt_lookup")
+    str | None, typer.Option("--algorithm", help="in place of a draft, an algorithm that needs none: prompt_lookup, suffix")
 ]
 OptionsArgument = Annotated[list[str] | None, typer.Argument(help="key=value: options of that algorithm (`foredraft info NAME`)")]
 TreeOption = Annotated[
@@ -52,6 +54,7 @@ def generate(
     num_draft_tokens: DraftTokensOption = None,
     tree: TreeOption = None,
     min_confidence: MinConfidenceOption = 0.0,
+    lossy: LossyOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
     dtype: DtypeOption = "auto",
@@ -69,6 +72,7 @@ def generate(
 
     problems: list[str] = []
     found, shape = _chosen(draft, algorithm, options, tree, dtype, problems)
+    rule = _rule(lossy, problems)
     _raise(problems)
     asked = conversation_of({"prompt": prompt, **({"images": image} if image else {})})
     model, reader = load_target(target, dtype, loading, bool(image))
@@ -88,6 +92,7 @@ def generate(
         num_draft_tokens=chain,
         tree=shape,
         min_confidence=min_confidence,
+        lossy=rule,
         stats=stats,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         max_new_tokens=max_new_tokens,
@@ -97,6 +102,7 @@ def generate(
     seconds, tokens = time.perf_counter() - start, out.shape[1] - ids.shape[1]
     drafted = f"{shape}, {shape.num_nodes} nodes" if shape else f"chain of {chain}"
     acceptance = " ".join(f"{a:.2f}" for a in stats.acceptance)
+    drafted += f"; LOSSY ({rule}): the text differs from the target's own" if rule else ""
     print(f"\nτ {stats.tau:.2f} ({drafted}), accepted per position: {acceptance}; {tokens / seconds:.1f} tokens/s ({model.dtype})")
 
 
@@ -111,6 +117,7 @@ def evaluate(
     num_draft_tokens: DraftTokensOption = None,
     tree: TreeOption = None,
     min_confidence: MinConfidenceOption = 0.0,
+    lossy: LossyOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first so many prompts")] = None,
@@ -139,8 +146,8 @@ def evaluate(
     if served:
         with gathering(problems):
             loads = parse_loads(concurrency)
-        if algorithm or options or tree or record or min_confidence:
-            surplus = "--algorithm and its options, --tree, --min-confidence and --record"
+        if algorithm or options or tree or record or min_confidence or lossy:
+            surplus = "--algorithm and its options, --tree, --min-confidence, --lossy and --record"
             problems.append(f"a server is measured with its own --draft: leave out {surplus}")
         if engine is not None and (target is None or draft is None):
             problems.append("--engine starts a server for --target and --draft: name both; --base-url measures one that runs")
@@ -148,6 +155,8 @@ def evaluate(
         problems.append("whose draft? Pass --target DIRECTORY, or --base-url of a server")
     found, shape = _chosen(draft, *(None, None) if served else (algorithm, options), tree, dtype, problems, needed=not served)
     problems += _unrecordable(draft) if record and not served else []
+    if (rule := _rule(lossy, problems)) and record:
+        problems.append("--record notes the τ of a draft that changes no output: leave out --lossy")
     questions = _questions(prompts, limit, strict, problems)
     if (seeing := any(map(have_images, questions.values()))) and served:
         problems.append("the prompts have images, which are not sent to servers: leave engine and base_url out")
@@ -159,7 +168,7 @@ def evaluate(
         return
     model, reader = load_target(str(target), dtype, loading, seeing)
     drafter = load_draft_for(found, model) if isinstance(found, Path) else found
-    results = _measured(model, drafter, reader, questions, tree=shape, min_confidence=min_confidence, baseline=baseline, **how)
+    results = _measured(model, drafter, reader, questions, tree=shape, min_confidence=min_confidence, lossy=rule, baseline=baseline, **how)
     for name, result in results.items():
         result.settings |= {"prompts": name, **loading.model_dump(include={"chat_template", "template_kwargs"}, exclude_none=True)}
     _tell(results, out, found if record else None)
@@ -214,6 +223,14 @@ def _questions(files: list[Path], limit: int | None, strict: bool, problems: lis
     if len({file.stem for file in files}) < len(files):
         problems.append(f"prompt files are told apart by their names, found {', '.join(map(str, files))}")
     return questions
+
+
+def _rule(lossy: str | None, problems: list[str]) -> "Lossy | None":
+    from ..decoding.verification import Lossy
+
+    with gathering(problems):
+        return Lossy.parse(lossy) if lossy else None
+    return None
 
 
 def _unrecordable(draft: str | None) -> list[str]:

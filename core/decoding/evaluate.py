@@ -20,6 +20,7 @@ from ..errors import ForedraftError
 from .generate import algorithm_and_draft, generate
 from .loop import DraftingStats
 from .tree import TreeShape
+from .verification import Lossy
 
 Prompt = list[dict[str, Any]]
 
@@ -113,6 +114,7 @@ def evaluate(
     num_draft_tokens: int | None = None,
     tree: TreeShape | None = None,
     min_confidence: float = 0.0,
+    lossy: Lossy | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     baseline: bool = True,
@@ -121,16 +123,16 @@ def evaluate(
 ) -> Evaluation:
     """Generate for every prompt with the draft and, with `baseline`, without it, in turn, so that both meet the same machine.
 
-    `draft`, `tree` and `min_confidence` as in `generate`. τ is micro-averaged over all prompts. `temperature` 0 is greedy; `progress`,
-    if given, is called after each prompt. Prompts with images need the target's processor as `tokenizer`. Raises what `generate` raises,
-    and `ForedraftError` for prompts that are no lists of messages.
+    `draft`, `tree`, `min_confidence`, `lossy` as in `generate`. τ is micro-averaged over all prompts. `temperature` 0 is greedy;
+    `progress`, if given, is called after each prompt. Prompts with images need the target's processor as `tokenizer`. Raises what
+    `generate` raises, and `ForedraftError` for prompts that are no lists of messages.
     """
     _check_prompts(prompts)
     algorithm, _ = algorithm_and_draft(draft)
     num_draft_tokens = tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer_of(tokenizer).pad_token_id or 0, **sampling(temperature)}
     stats, different = DraftingStats(), []
-    how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "tree": tree, "min_confidence": min_confidence}
+    how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "tree": tree, "min_confidence": min_confidence, "lossy": lossy}
     drafted, plain = _Timed(partial(generate, target, draft, **how)), _Timed(target.generate)
     asked = [encode(tokenizer, prompt, target) for prompt in prompts]  # what the chat template refuses is told before hours of work
     for timed in (drafted, plain):
@@ -159,6 +161,7 @@ def evaluate(
             "shape": str(tree or "chain"),
             "num_draft_tokens": tree.num_nodes if tree else num_draft_tokens,
             "min_confidence": min_confidence,
+            **({"lossy": str(lossy)} if lossy else {}),
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "dtype": str(target.dtype).removeprefix("torch."),

@@ -16,6 +16,7 @@ from ..target.pairing import check_pair
 from ..target.weights import known_ids
 from .loop import DecodingLoop, DraftingStats
 from .tree import TreeShape
+from .verification import Lossy
 
 
 def generate(
@@ -26,6 +27,7 @@ def generate(
     num_draft_tokens: int | None = None,
     tree: TreeShape | None = None,
     min_confidence: float = 0.0,
+    lossy: Lossy | None = None,
     stats: DraftingStats | None = None,
     stopping_criteria: StoppingCriteriaList | list[StoppingCriteria] | None = None,
     stop_strings: str | list[str] | None = None,
@@ -41,6 +43,7 @@ def generate(
     `num_draft_tokens` are drafted per pass of the target, as a chain (default: all that the draft makes at once, else 4); with
     `tree`, a tree of that shape in their place. A draft ends earlier where, by its own probabilities (DSpark: its confidence head's), all
     up to the next token would be accepted with less than `min_confidence`; of a tree the branches do. `stats` collects what was accepted.
+    With `lossy` the output is no longer the target's: see `Lossy`.
 
     Raises `ForedraftError` if the draft was made for a target of another shape, or for what is not supported: more tokens than
     the draft makes at once; targets or caches that cannot go back to before a rejected token; trees need an algorithm that
@@ -62,7 +65,9 @@ def generate(
         if tokenizer is None:
             raise ForedraftError("stop_strings need the tokenizer: generate(..., stop_strings=..., tokenizer=tokenizer)")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    loop = DecodingLoop(algorithm, model, num_draft_tokens, tree, stats if stats is not None else DraftingStats(), streamer, min_confidence)
+    loop = DecodingLoop(
+        algorithm, model, num_draft_tokens, tree, stats if stats is not None else DraftingStats(), streamer, min_confidence, lossy
+    )
     try:
         return target.generate(input_ids, custom_generate=loop, stopping_criteria=criteria, streamer=streamer, **kwargs)
     finally:

@@ -17,7 +17,7 @@ from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..target.capture import AuxCapture
 from .tree import DraftTree, TreeDrafter, TreeShape
-from .verification import MOST_REPLAYED, TextCache, check_target, grouped_attention
+from .verification import MOST_REPLAYED, Lossy, TextCache, check_target, choose_token, grouped_attention
 
 
 class DecodingLoop:
@@ -28,7 +28,7 @@ class DecodingLoop:
     probability in what remains of the target's distribution, and a refusal leaves the distribution without it. Random numbers
     are drawn once per token of the text, as without a draft: the same seed gives the same sample. Tokens of a chain that were
     themselves sampled, from q, are accepted with probability min(1, p / q), or else replaced by a sample of max(p - q, 0)
-    (arXiv:2211.17192, algorithm 1).
+    (arXiv:2211.17192, algorithm 1). A `Lossy` rule accepts more, and none of this holds any longer.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class DecodingLoop:
         stats: "DraftingStats",
         streamer: BaseStreamer | None,
         min_confidence: float = 0.0,
+        lossy: Lossy | None = None,
     ):
         if not 0 <= min_confidence < 1:
             raise ForedraftError(f"min_confidence={min_confidence}: a probability from 0 (drafts are as long as asked for) to below 1")
@@ -47,7 +48,7 @@ class DecodingLoop:
         if tree is not None and not isinstance(self.drafter, TreeDrafter):
             raise ForedraftError(f"drafts by algorithm '{algorithm.name}' grow no trees: leave tree out, for a chain")
         self.draft, self.num_tokens, self.tree, self.stats, self.streamer = draft, num_tokens, tree, stats, streamer
-        self.min_confidence = min_confidence
+        self.min_confidence, self.lossy = min_confidence, lossy
 
     def __call__(
         self,
@@ -144,8 +145,9 @@ class DecodingLoop:
         while row is not None and not finished:
             rows.append(row)
             scores_1V = self.processors(self.ids, logits_1NV[:, row].clone())
-            offered = (drafted.tokens[row], drafted.logits[row]) if row < len(drafted.logits) else None
-            token = self._pick(scores_1V[0], offered)
+            offered = [token for parent, token in drafted.children if parent == row]
+            q_V = drafted.logits[row].softmax(-1) if row < len(drafted.logits) else None
+            token = choose_token(scores_1V[0], offered, q_V, bool(self.config.do_sample), self.lossy)
             self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=1)
             if self.streamer is not None:
                 self.streamer.put(self.ids[0, -1:].cpu())
@@ -153,19 +155,6 @@ class DecodingLoop:
             finished = bool(self.criteria(self.ids, tuple(self.kept["scores"]) if "scores" in self.kept else None).all())
             row = drafted.children.get((row, token))
         return rows, finished
-
-    def _pick(self, scores_V: Tensor, offered: tuple[int, Tensor] | None) -> int:
-        """The token that follows; of one that is `offered` with the logits [V] it was sampled from, it or another."""
-        if not self.config.do_sample:
-            return int(scores_V.argmax())
-        p_V = scores_V.softmax(-1)
-        if offered is not None:
-            token, q_V = offered[0], offered[1].to(p_V.device).softmax(-1)
-            if bool(torch.rand((), device=p_V.device) * q_V[token] < p_V[token]):
-                return token
-            left_V = (p_V - q_V).clamp(min=0)
-            p_V = torch.where(left_V.any(), left_V, p_V)  # nothing is left where p and q differ by rounding alone
-        return int(torch.multinomial(p_V, 1))
 
     def _keep(self, outputs: Any, row: int, count: int, scores_1V: Tensor, logits_1V: Tensor) -> None:
         """Note what was asked for of a token that follows `row` of the 1 + `count` of the latest pass; all rows, of the prompt's."""

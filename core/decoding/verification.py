@@ -1,4 +1,4 @@
-"""What a pass that verifies drafted tokens asks of the target: a cache that goes back, and attention that copies no keys."""
+"""What verifying drafted tokens asks of the target: a cache that goes back, attention that copies no keys; and what is accepted."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -23,6 +24,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..contracts.options import Frozen
 from ..errors import ForedraftError
 from ..target.weights import home_of
 
@@ -37,6 +39,69 @@ MOST_REPLAYED = 16
 
 
 NO_CACHE = "it keeps no cache (use_cache=False?): drafted tokens are verified against the cache of the text before them"
+
+
+class Lossy(Frozen):
+    """Rules that accept more than the target itself would have said: the output is NOT the target's any more. Off unless asked for.
+
+    One of the two. `lenience` l: a drafted token is accepted with probability min(1, p / (l·q)), greedily where p is at least l times
+    the target's likeliest; no token comes with more than p / l (arXiv:2211.17192, appendix A.5). `typical` ε, δ: one is accepted where
+    p exceeds min(ε, δ·exp(-H(p))), H the target's entropy there (arXiv:2401.10774, section 2.3.1).
+    """
+
+    lenience: float | None = Field(default=None, gt=0, lt=1)
+    typical: tuple[float, float] | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Lossy":
+        """The rule written as `lenience=0.8` or `typical=0.09,0.3`. Raises `ForedraftError` for anything else."""
+        name, _, values = text.partition("=")
+        try:
+            first, *rest = (float(value) for value in values.split(","))
+            if name == "lenience" and not rest:
+                return cls(lenience=first)
+            if name == "typical" and len(rest) == 1 and min(first, rest[0]) > 0:
+                return cls(typical=(first, rest[0]))
+            raise ValueError
+        except ValueError as error:
+            raise ForedraftError(
+                f"lossy rule '{text}': expected lenience=L, with L between 0 and 1, or typical=EPSILON,DELTA, as in typical=0.09,0.3"
+            ) from error
+
+    def __str__(self) -> str:
+        return f"lenience {self.lenience:g}" if self.lenience else "typical {:g}, {:g}".format(*(self.typical or ()))
+
+    def least(self, p_V: Tensor) -> Tensor:
+        """What a token's probability must reach, where that alone decides."""
+        if self.typical is None:
+            return p_V.max() * (self.lenience or 1.0)
+        epsilon, delta = self.typical
+        entropy = torch.special.entr(p_V).sum()
+        return torch.clamp(delta * torch.exp(-entropy), max=epsilon)
+
+
+def choose_token(scores_V: Tensor, offered: Sequence[int], q_V: Tensor | None, do_sample: bool, lossy: Lossy | None = None) -> int:
+    """The token that follows, where the target has these scores; `offered` are the drafted ones, drawn from `q_V` if that is given.
+
+    Exact unless `lossy`: the target's own, or of one drawn from q it or a sample of max(p - q, 0).
+    """
+    p_V = scores_V.softmax(-1)
+    by_chance = do_sample and (lossy is None or lossy.typical is None)
+    if lossy is not None and offered and not by_chance:
+        best = max(offered, key=lambda token: float(p_V[token]))
+        if p_V[best] >= lossy.least(p_V):
+            return best
+    if not do_sample:
+        return int(scores_V.argmax())
+    if by_chance and (lossy is not None or q_V is not None):
+        lenience = 1.0 if lossy is None else lossy.lenience or 1.0
+        for token in offered:
+            mass_V = lenience * (F.one_hot(p_V.new_tensor(token, dtype=torch.long), len(p_V)) if q_V is None else q_V.to(p_V.device))
+            if bool(torch.rand((), device=p_V.device) * mass_V[token] < p_V[token]):
+                return token
+            left_V = (p_V - mass_V).clamp(min=0)
+            p_V = torch.where(left_V.any(), left_V / left_V.sum(), p_V)  # nothing is left where p and q differ by rounding alone
+    return int(torch.multinomial(p_V, 1))
 
 
 def check_target(model: PreTrainedModel, config: GenerationConfig, kwargs: Mapping[str, Any], tree: bool) -> None:
