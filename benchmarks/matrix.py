@@ -7,6 +7,7 @@ for some dozen steps, saved and loaded; τ before and after, and whether greedy 
 
 import argparse
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from foredraft import BaseDraft, DraftCollator, Target, auto_draft, generate, save_draft
+from foredraft import BaseDraft, DraftCollator, Target, auto_draft, default_registry, generate, save_draft
 from foredraft.decoding.loop import DraftingStats
 
+BEGIN, END = "<!-- matrix: made by `make matrix` -->", "<!-- /matrix -->"
 VOCAB, LENGTH, DRAFTED = 48, 32, 4
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 SHAPE = {
@@ -74,7 +76,6 @@ class Cell:
     """τ after training, saving and loading."""
     identical: bool
     """Whether all greedy outputs are the target's own."""
-    adapter: str
 
 
 def chain(seed: int, count: int, length: int = LENGTH, noise: float = 0.1) -> Tensor:
@@ -145,7 +146,7 @@ def run(family: str, algorithm: str, target_steps: int = 150, steps: int = 60) -
     again = loaded.state_dict()
     if others := [name for name, tensor in draft.state_dict().items() if not torch.equal(tensor, again[name])]:
         raise RuntimeError(f"{family} × {algorithm}: loaded, {', '.join(others)} are not what was saved")
-    return loaded, Cell(untrained, trained, identical, type(loaded).name)
+    return loaded, Cell(untrained, trained, identical)
 
 
 def train(draft: BaseDraft, target: Target, rows: list[dict[str, Any]], steps: int) -> None:
@@ -161,29 +162,37 @@ def train(draft: BaseDraft, target: Target, rows: list[dict[str, Any]], steps: i
         optimizer.zero_grad()
 
 
-def table() -> str:
-    """Markdown: τ untrained → trained for every cell; a cell whose output is not the target's says so."""
+def table(wanted: Collection[str], known: dict[tuple[str, str], str]) -> str:
+    """Markdown: τ untrained → trained; a cell whose output is not the target's says so. Of algorithms not `wanted`, what is `known`."""
     lines = [f"| target (adapter) | {' | '.join(ALGORITHMS)} |", "|---" * (len(ALGORITHMS) + 1) + "|"]
     for family in TARGETS:
-        cells = {algorithm: run(family, algorithm)[1] for algorithm in ALGORITHMS}
-        adapters = ", ".join(sorted({f"`{cell.adapter}`" for cell in cells.values()}))
-        texts = [f"{c.untrained:.2f} → {c.trained:.2f}{'' if c.identical else ' (output differs!)'}" for c in cells.values()]
-        lines.append(f"| {family} ({adapters}) | {' | '.join(texts)} |")
+        cells = {algorithm: run(family, algorithm)[1] for algorithm in ALGORITHMS if algorithm in wanted}
+        texts = {n: f"{c.untrained:.2f} → {c.trained:.2f}{'' if c.identical else ' (output differs!)'}" for n, c in cells.items()}
+        adapter = default_registry().adapter_for(TARGETS[family]["model_type"]).name
+        row = [texts.get(name) or known.get((family, name), "not run") for name in ALGORITHMS]
+        lines.append(f"| {family} (`{adapter}`) | {' | '.join(row)} |")
         print(lines[-1], flush=True)
     return "\n".join(lines)
 
 
+def cells_in(file: Path) -> dict[tuple[str, str], str]:
+    """What stands between the markers of a Markdown file, by family and algorithm."""
+    held = file.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in held.strip().splitlines())
+    return {(row[0].split(" (")[0], name): cell for row in rows for name, cell in zip(header[1:], row[1:], strict=True)}
+
+
 def write(file: Path, text: str) -> None:
     """Put the table between the markers of a Markdown file."""
-    begin, end = "<!-- matrix: made by `make matrix` -->", "<!-- /matrix -->"
-    before, rest = file.read_text(encoding="utf-8").split(begin)
-    file.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    before, rest = file.read_text(encoding="utf-8").split(BEGIN)
+    file.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="a Markdown file with the markers")
+    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS), help="algorithms to run; others stay")
     arguments = parser.parse_args()
-    made = table()
+    made = table(arguments.only, cells_in(arguments.write) if arguments.write else {})
     if arguments.write:
         write(arguments.write, made)

@@ -55,7 +55,8 @@ def auto_draft(
         method = _settled(own.foredraft, algorithm, options, asked, registry)
         return _recorded(build(registry.adapter(own.foredraft["adapter"]), own, method, "the draft"), options)
     method = make_algorithm(algorithm or DEFAULT_ALGORITHM, options, registry)
-    cls = registry.adapter(adapter) if adapter else registry.adapter_for(config.get_text_config().model_type, config)
+    sized = method.sized_by(config)
+    cls = registry.adapter(adapter) if adapter else registry.adapter_for(sized.get_text_config().model_type, sized)
     return cls(cls.make_config(config, method, aux_layers, draft_vocab_size), method)
 
 

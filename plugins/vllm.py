@@ -37,10 +37,11 @@ METHODS = {
     "DeepseekMTPDraftModel": "mtp",
     "MedusaModel": "medusa",
     "DeepseekMedusaModel": "medusa",
+    "OrdinaryDraftModel": "draft_model",
 }
 """The method by which vLLM runs an architecture. It guesses from the path if none is named, and runs a DFlash draft wrongly."""
-EXPORTED = ("mtp", "medusa")
-"""Methods whose drafts are served from what `foredraft export` makes of ours, in the format of the same name."""
+EXPORTED = {"mtp": "mtp", "medusa": "medusa", "draft_model": "causal_lm"}
+"""Methods whose drafts are served from what `foredraft export` makes of ours, and the format."""
 EAGLE1_LACKS = {
     "fc.bias": "drops it without a word: the draft reads other states than in training",
     "norm.weight": "has no norm behind the layers, and refuses the draft",
@@ -88,7 +89,7 @@ class VLLM(EngineBase):
         if kind:
             return None
         if "foredraft" in config and (method := METHODS[architecture_of(config)]) in EXPORTED:
-            return "; ".join(default_registry().format(method)().refuses(config)) or None
+            return "; ".join(default_registry().format(EXPORTED[method])().refuses(config)) or None
         if "Deepseek" in architecture_of(config):
             return _refuses_latent(config)
         if config.get("kv_lora_rank"):
@@ -111,7 +112,7 @@ class VLLM(EngineBase):
         """Drafts whose config it would read otherwise are written in its own words first."""
         method = METHODS.get(architecture_of(config), "")
         own = "foredraft" in config and method in EXPORTED
-        return ["foredraft", "export", draft, f"{draft}-head", "--format", method] if own else []
+        return ["foredraft", "export", draft, f"{draft}-head", "--format", EXPORTED[method]] if own else []
 
     def arguments(self, config: Config, draft: str, target: str, num_tokens: int) -> list[str]:
         """The OpenAI server."""

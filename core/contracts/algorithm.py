@@ -152,6 +152,17 @@ class AlgorithmBase(DrafterBase[OptionsT]):
         """The same for a target of this config, with the options filled in that it settles."""
         return self
 
+    def sized_by(self, target: Any) -> Any:
+        """The config of the model that the draft's layers are sized by, and that its adapter is of: as a rule the target's."""
+        return target
+
+    def start(self, draft: DraftModel, target: Any) -> list[str] | None:
+        """Start the draft where it begins as another model, not near the target (a `foredraft.Target`): what was taken, a text each.
+
+        None, as a rule: it starts from the target. Raises `ForedraftError` where that model does not fit.
+        """
+        return None
+
     def shipped(self, draft: DraftModel, names: Collection[str]) -> Mapping[str, str]:
         """What of the tensors in the target's own checkpoint is a draft by it already: their names there by ours. As a rule, nothing."""
         return {}

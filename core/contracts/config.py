@@ -36,7 +36,8 @@ class DraftConfigMixin:
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     mask_token_id: int | None = None
     target_config: dict[str, Any] | None = None
-    """The whole of the target's config, of a draft whose layers are of the target's own kind (`DraftSpec.layers_of`)."""
+    """The whole of the config that a draft's layers are sized by, the target's as a rule, where they are of a family's own kind
+    (`DraftSpec.layers_of`)."""
     foredraft: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:

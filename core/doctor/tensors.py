@@ -110,7 +110,8 @@ def _expected(s: Subject) -> tuple[Shapes, Shapes]:
         return {}, {}
     left_out = set(draft._keys_to_ignore_on_save or ())
     shapes: Shapes = {name: tuple(t.shape) for name, t in draft.state_dict().items() if name not in left_out}
-    upper = (f"layers.{i}.{{}}.weight" for i in range(1, len(draft.layers)) if not (s.prefix or s.single_feature))
+    fused = len(draft.layers) > 0 and hasattr(draft.layers[0], "hidden_norm")  # whose upper layers carry their norm twice
+    upper = (f"layers.{i}.{{}}.weight" for i in range(1, len(draft.layers)) if fused)
     twins = {name.format("hidden_norm"): shapes[name.format("input_layernorm")] for name in upper}
     if s.built is not None:
         return shapes | twins, dict.fromkeys(TARGET_HEAD)
@@ -195,7 +196,7 @@ def upper_norms(s: Subject) -> Iterator[Finding]:
     norms = [
         (f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight")
         for i in s.layers
-        if i > 0 and not (s.prefix or s.single_feature)
+        if i > 0 and not (s.prefix or s.single_feature or (s.model is not None and s.model.family is not None))
     ]
     norms = [pair for pair in norms if pair[1] not in own]
     if single := [pair for pair in norms if (pair[0] in s.names) != (pair[1] in s.names)]:

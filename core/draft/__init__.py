@@ -4,10 +4,12 @@ from .blocks import BlockAlgorithm, BlockOptions
 from .grouped_query import GroupedQueryDraft
 from .layer import DraftLayer
 from .model import BaseDraft
+from .ordinary import Alone, Bare, Summed
 from .unrolled import plan_unrolled, unrolled
-from .wiring import Bare, Fused, Prefix, Summed
+from .wiring import Fused, Prefix
 
 __all__ = [
+    "Alone",
     "Bare",
     "BaseDraft",
     "BlockAlgorithm",

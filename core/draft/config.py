@@ -16,7 +16,7 @@ def config_for(
     cls: Any, target: PretrainedConfig, algorithm: AlgorithmBase, aux_layers: tuple[int, ...] | None, draft_vocab_size: int | None
 ) -> Any:
     """See `BaseDraft.make_config`."""
-    algorithm = algorithm.fitted(target)
+    algorithm, sized = algorithm.fitted(target), algorithm.sized_by(target)
     text, spec = target.get_text_config(), algorithm.spec
     end = BEFORE_NORM if spec.before_norm else text.num_hidden_layers
     usual = (end,) if spec.final else algorithm.aux_layers(text.num_hidden_layers)
@@ -37,7 +37,7 @@ def config_for(
     if problems:
         raise ForedraftError("\n  ".join(problems))
     config = cls.config_class(
-        **cls.shape(text),
+        **cls.shape(sized.get_text_config()),
         num_aux_hidden_states=len(layers),
         eagle_aux_hidden_state_layer_ids=list(layers),
         num_hidden_layers=spec.num_layers,
@@ -45,7 +45,7 @@ def config_for(
         draft_vocab_size=size,
         target_hidden_size=text.hidden_size,
         tie_word_embeddings=False,
-        **({"target_config": target.to_dict()} if spec.layers_of else {}),
+        **({"target_config": sized.to_dict()} if spec.layers_of else {}),
         foredraft={
             "algorithm": algorithm.name,
             "options": algorithm.options.model_dump(mode="json"),

@@ -1,9 +1,7 @@
 """`BaseDraft`: a draft model of any family; an adapter adds its norm, MLP, rotary embedding and attention geometry."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +14,6 @@ from ..contracts.draft import Batch, DraftModel, HeadParts, KeyValueCache, Layou
 from ..contracts.signal import Signal
 from ..contracts.spec import DraftSpec
 from ..errors import ForedraftError
-from ..files.card import CARD
-from ..files.ours import save_draft
 from ..files.tensor_names import TARGET_HEAD
 from ..registry import default_registry
 from ..target.places import places_at
@@ -29,16 +25,13 @@ from .attention.regions import Regions
 from .config import config_for
 from .family import Family, OwnLayer
 from .layer import DraftLayer
+from .published import NoAssistant, Published
 from .retarget import retarget
 from .start import layer_weights, start
 from .vocabulary import DraftVocabulary
 
 
-class NoAssistant(ForedraftError, AttributeError):
-    """A draft was given to transformers' `generate` as if it were a language model."""
-
-
-class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
+class BaseDraft(DraftVocabulary, Published, DraftModel):
     """One family's draft. An adapter sets the class attributes and, where its attention differs, overrides `make_attention`.
 
     It is a `PreTrainedModel`: `save_pretrained`, Trainer, DDP and FSDP work as ever; `forward` runs the training loss of its algorithm.
@@ -298,26 +291,3 @@ class BaseDraft(DraftVocabulary, PreTrainedModel, DraftModel):
                 "target.generate(ids, custom_generate=DIRECTORY_OF_THE_DRAFT, trust_remote_code=True)"
             )
         return super().__getattr__(name)
-
-    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: bool | str | None = None, **commit: Any) -> str:
-        """Upload the draft as `save_draft` writes it, its model card included unless the repository has one; the commit's address.
-
-        `commit`: `revision`, `commit_message`, `commit_description`, `create_pr` of huggingface_hub's `upload_folder`.
-        """
-        from huggingface_hub import HfApi
-
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        kept = [CARD] if api.file_exists(repo_id, CARD, revision=commit.get("revision")) else []
-        commit.setdefault("commit_message", "Upload draft")
-        with TemporaryDirectory() as folder:
-            return str(api.upload_folder(repo_id=repo_id, folder_path=save_draft(self, folder), ignore_patterns=kept, **commit))
-
-    def save_pretrained(
-        self, save_directory: str | Path, *args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        """As ever, with the tensors that engines read (`Wiring.saved`)."""
-        state = dict(state_dict if state_dict is not None else self.state_dict())
-        if self.embed_tokens.weight.requires_grad:
-            self.config.update({"foredraft": {**self.config.foredraft, "own_embedding": True}})
-        super().save_pretrained(save_directory, *args, state_dict=self.algorithm.wiring.saved(self, state), **kwargs)

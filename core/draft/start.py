@@ -32,6 +32,9 @@ def start(draft: DraftModel, target: Target, rows: Iterable[dict[str, Any]] | No
     if rows is not None and config.spec.mask_token:
         set_mask_token(config, choose_mask_token(rows, target.embedding_weight, config.spec.mask_token_id))
         config.update(draft.algorithm.engine_fields(config))
+    if (begun := draft.algorithm.start(draft, target)) is not None:
+        remember(config, target.model)
+        return f"from a model of its own: {', '.join(begun)}{chosen}"
     draft.take_head(target)
     remember(config, target.model)
     shipped, refused = take_shipped(draft, target)

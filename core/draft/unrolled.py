@@ -12,10 +12,11 @@ from ..data.supervision import padded_width, reachable
 from .attention import Lookup, Unrolled, UnrolledCache, unrolled_segments
 
 
-def plan_unrolled(batch: Batch, steps: int) -> Plan:
+def plan_unrolled(batch: Batch, steps: int, ahead: int = 0) -> Plan:
     """The slots that serving reaches: x_{t+1} .. x_{t+2+k} in one assistant span of x_t's document.
 
-    `slots` [B, Q] are those of step 0, padded with slot 0; `queries[k]` [N_k] index the flattened [B·Q]. `segments`: see `Unrolled`.
+    `slots` [B, Q] are those of step 0, or so many `ahead` of them (drafts that read the newest token where these read the one behind
+    it), padded with slot 0; `queries[k]` [N_k] index the flattened [B·Q]. `segments`: see `Unrolled`.
     """
     spans_BS, documents_BS = batch["spans"], batch["documents"]
     length = spans_BS.shape[1]
@@ -27,7 +28,7 @@ def plan_unrolled(batch: Batch, steps: int) -> Plan:
         at = [mask_S[s].nonzero()[:, 0] for s, mask_S in zip(slots, mask_BS, strict=True)]
         queries.append(torch.cat([b * width + q for b, q in enumerate(at)]))
         rows.append(torch.cat([b * length + slots[b][q] + 1 + k for b, q in enumerate(at)]))
-    slots_BQ = torch.stack([F.pad(s, (0, width - len(s))) for s in slots])
+    slots_BQ = torch.stack([F.pad(s, (0, width - len(s))) for s in slots]) + ahead
     return Plan.taught(queries, rows, slots=slots_BQ, segments=unrolled_segments(documents_BS, slots_BQ))
 
 

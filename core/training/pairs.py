@@ -108,7 +108,8 @@ def _pairs(draft: BaseDraft, packed: Sequence[Any]) -> list[int]:
         num_key_value_heads=1,
         head_dim=HIDDEN,
     )
-    narrow = auto_draft(small, draft.algorithm.name, aux_layers=tuple(config.aux_layers), **draft.algorithm.options.model_dump())
+    options = draft.algorithm.options.model_dump(exclude={"layers_of"})  # whatever its layers are, as many pairs are attended
+    narrow = auto_draft(small, draft.algorithm.name, aux_layers=tuple(config.aux_layers), **options)
     batch = DraftCollator(narrow.algorithm)(packed)
     aux_BSA = torch.zeros(*batch["input_ids"].shape, len(config.aux_layers) * HIDDEN)
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers.utils import logging
 
+from ..contracts.algorithm import AlgorithmBase
 from ..data import DraftCollator
 from ..draft.model import BaseDraft
 from ..draft.start import note_coverage
@@ -36,8 +37,10 @@ def check_ready(draft: BaseDraft, target: Target, rows: Any) -> None:
 
 
 def _unlike(draft: BaseDraft, target: Target) -> list[str]:
-    """A frozen embedding must be the target's, or trained from it."""
+    """A frozen embedding must be the target's, or trained from it, unless the draft begins as another model."""
     ours_VD, theirs_VT = draft.embed_tokens.weight, target.embedding_weight
+    if type(draft.algorithm).start is not AlgorithmBase.start:
+        return []
     if ours_VD.requires_grad or not len(draft.layers) or ours_VD.shape != theirs_VT.shape:
         return []
     some = torch.arange(0, len(ours_VD), max(1, len(ours_VD) // 512))
