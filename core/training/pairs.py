@@ -118,7 +118,7 @@ def _pairs(draft: BaseDraft, packed: Sequence[Any]) -> list[int]:
 
     narrow.compute_logits = enough  # type: ignore[method-assign, assignment]
     with _replaced(narrow, lambda pattern: _Counted(pattern, pairs)), suppress(_Enough):
-        narrow.algorithm.loss(narrow, batch, _AuxAlone(aux_BSA))  # type: ignore[arg-type]
+        narrow.algorithm.loss(narrow, batch, _AuxAlone(aux_BSA))
     return pairs
 
 
