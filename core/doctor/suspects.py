@@ -80,7 +80,7 @@ def norms(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
         flipped = {name: flags[name] for name in names}
         yield Variant(" and ".join(f"{name}={value}" for name, value in flipped.items()), flipped)
     pairs = [("input_layernorm", "hidden_norm"), ("input_layernorm", "post_attention_layernorm"), ("self_attn.q_norm", "self_attn.k_norm")]
-    yield from _swaps(*pairs, state=state)
+    yield from _swaps(pairs, state)
     less = {n: t for n, t in state.items() if n.endswith("norm.weight") or n.startswith("fc_norm.")}
     if any(float(t.lt(0).float().mean()) > 0.1 for t in less.values()):  # as norms that multiply seldom are
         yield Variant("one more in all weights of norms, which Gemma keeps less one", state={n: t + 1 for n, t in less.items()})
@@ -100,8 +100,13 @@ def _flags(draft: Any) -> dict[str, bool]:
     return found
 
 
-def _swaps(*pairs: tuple[str, str], state: Mapping[str, Tensor]) -> Iterator[Variant]:
-    """Two modules of a layer under each other's names, in every layer that has both."""
+def swapped(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
+    """Projections under each other's names."""
+    yield from _swaps([("self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")], draft.state_dict())
+
+
+def _swaps(pairs: list[tuple[str, str]], state: Mapping[str, Tensor]) -> Iterator[Variant]:
+    """Two modules of a layer swapped, in every layer that has both."""
     for one, other in pairs:
         twins = {name: name.replace(f".{one}.", f".{other}.") for name in state if f".{one}." in name}
         twins = {a: b for a, b in twins.items() if b in state and state[a].shape == state[b].shape}
@@ -168,13 +173,10 @@ def shape(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
         theirs = {name: usual[name] for name in names if name in usual and hasattr(draft.config, name)}
         if len(theirs) < len(names) or theirs == {name: getattr(draft.config, name) for name in names}:
             continue
-        if "head_dim" not in names or _same_widths(draft.config, theirs):
+        counts = names[:2] if "head_dim" in names else ()  # whose tensors must stay as wide
+        same = all(getattr(draft.config, n) * draft.config.head_dim == theirs[n] * theirs["head_dim"] for n in counts)
+        if same and not (counts and draft.config.spec.qk_norm):
             yield Variant(", ".join(f"{name}={value}" for name, value in theirs.items()), theirs)
-
-
-def _same_widths(config: Any, theirs: Mapping[str, int]) -> bool:
-    counts = ("num_attention_heads", "num_key_value_heads")
-    return not config.spec.qk_norm and all(getattr(config, n) * config.head_dim == theirs[n] * theirs["head_dim"] for n in counts)
 
 
 def order(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
@@ -185,8 +187,7 @@ def order(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
         wide["fc.weight"] = state["fc.weight"].roll(width, dims=1)
     if wide:
         yield Variant("features before the embedding in the first layer's input", state=wide)
-    chunks = draft.fc.weight.chunk(count, dim=1)
-    same = tuple(range(count))
+    chunks, same = draft.fc.weight.chunk(count, dim=1), tuple(range(count))
     for places in itertools.permutations(same) if count <= 3 else (same[::-1], same[1:] + same[:1], same[-1:] + same[:-1]):
         if places != same:
             moved = {f"fc_norm.{i}.weight": state[f"fc_norm.{p}.weight"] for i, p in enumerate(places) if "fc_norm.0.weight" in state}
@@ -240,11 +241,7 @@ def noise(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
 
 SUSPECTS = (
     Suspect(
-        "aux",
-        "the draft reads other layers than it was trained on",
-        "write these aux layers, in both conventions",
-        aux_layers,
-        ("aux-", "record-"),
+        "aux", "the draft reads other layers than in training", "write these layers, in both conventions", aux_layers, ("aux-", "record-")
     ),
     Suspect(
         "norms",
@@ -270,13 +267,7 @@ SUSPECTS = (
         order,
         ("fc-order", "rows-order", "aux-"),
     ),
-    Suspect(
-        "swapped",
-        "weights do each other's work",
-        "swap their names in the file",
-        lambda draft, _: _swaps(("self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"), state=draft.state_dict()),
-        ("tensors-swapped",),
-    ),
+    Suspect("swapped", "weights do each other's work", "swap their names in the file", swapped, ("tensors-swapped",)),
     Suspect("shape", "the draft computes otherwise than in training", "write it so", shape, ("heads-", "epsilon-")),
     Suspect(
         "embedding", "the draft reads noise in place of tokens", "take the target's embedding, or leave it out", embedding, ("embedding-",)
