@@ -1,5 +1,6 @@
 """What of a conversation is supervised, how conversations are packed, and the batches made of rows."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from killed import kill_at_random
 from tiny import CHATML, CHATML_TAGGED, chat, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -342,6 +344,25 @@ class TestPack:
         assert len(set(said)) == 1
         assert "here, conversation 0: no consistent assistant mask" in said[0]
         assert not list(tmp_path.rglob("*.part"))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kills", [5, 50])
+    def test_killed_at_any_point(self, kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """kill -9; the next call packs what nobody killed would have packed, and nothing half is taken for whole."""
+        some = [chat("q" * (i % 7), "a" * (1 + 9 * i % 70)) for i in range(3000)]
+        whole = pack(Conversations(some), tiny_tokenizer(), 64)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+        monkeypatch.setattr(tables, "IN_MEMORY", 0)
+        monkeypatch.setattr(packing, "MANY", 1000)
+
+        def work() -> Any:
+            return pack(Conversations(some), tiny_tokenizer(), 64, processes=1)
+
+        for _ in kill_at_random(work, kills, 6.0):
+            if any(tmp_path.rglob("rows-*.arrow")):  # done: begin anew
+                assert digest(work()) == digest(whole)
+                shutil.rmtree(tmp_path / "foredraft")
+        assert digest(work()) == digest(whole)
 
     def test_strict_in_another_process(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packing, "MANY", 2)

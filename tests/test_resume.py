@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from killed import kill_at_random
 from rigged import predictable_target, trainer_of, written_rows
 from tiny import tiny_draft, tiny_rows
 from train_until_signal import Signals
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foredraft import auto_draft, default_registry
+from foredraft.training.resume import latest_complete
 from foredraft.training.stopping import TrainingStopped
 
 SIZES = {
@@ -138,3 +140,26 @@ def test_signals_to_a_process(tmp_path: Path, times: int) -> None:
     assert done.returncode == (143 if times == 1 else -signal.SIGTERM), done.stderr
     assert "SIGTERM: this step is finished, then a checkpoint written; again ends at once" in done.stderr
     assert (tmp_path / "checkpoint-2").exists() is (times == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [4, 50])
+def test_killed_at_any_point_a_training_goes_on(tmp_path: Path, kills: int) -> None:
+    """kill -9, while it trains or writes a checkpoint; in the end the weights are those of a training that nobody killed."""
+    target = predictable_target()
+    rows = written_rows(target)
+
+    def train(out: Path) -> Any:
+        draft = tiny_draft(target, ttt_steps=2)
+        settings: dict[str, Any] = {"max_steps": 30, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
+        trainer_of(draft, target, out, rows, **settings).train(resume_from_checkpoint=True)
+        return draft.state_dict()
+
+    killed, resumed = tmp_path / "killed", 0
+    for _ in kill_at_random(lambda: train(killed), kills, 12.0):
+        newest = latest_complete(killed)
+        resumed += newest is not None
+        if newest is not None and newest.name == "checkpoint-30":  # done: begin anew
+            shutil.rmtree(killed)
+    assert resumed, "every kill came before the first checkpoint"
+    torch.testing.assert_close(train(killed), train(tmp_path / "whole"), rtol=1e-5, atol=1e-6)
