@@ -26,6 +26,9 @@ BaseUrlOption = Annotated[str | None, typer.Option("--base-url", help="a server 
 EngineArgumentsOption = Annotated[
     str | None, typer.Option("--engine-arguments", help="further arguments of the server, as in '--tensor-parallel-size 8'")
 ]
+WorkersOption = Annotated[
+    int | None, typer.Option("--workers", min=1, help="processes that each run the target, here or on a Ray cluster (foredraft[ray])")
+]
 DraftTokensOption = Annotated[
     int | None,
     typer.Option(

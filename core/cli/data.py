@@ -1,5 +1,6 @@
 """`foredraft preview` and `foredraft regenerate`."""
 
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -16,6 +17,7 @@ from .common import (
     EngineOption,
     StrictOption,
     TargetOption,
+    WorkersOption,
     load_target,
     loads_target,
     server_of,
@@ -67,6 +69,7 @@ def regenerate(
     engine: EngineOption = None,
     base_url: BaseUrlOption = None,
     engine_arguments: EngineArgumentsOption = None,
+    workers: WorkersOption = None,
     concurrency: Annotated[int, typer.Option(min=1, help="conversations that a server is asked at once")] = 32,
     timeout: Annotated[float, typer.Option(min=0.001, help="seconds that a server may take for one answer")] = 600.0,
     batch_size: Annotated[int, typer.Option(min=1, help="conversations that are answered at once in this process")] = 32,
@@ -84,6 +87,7 @@ def regenerate(
     The target runs in this process, in an engine that is started for it, or in any OpenAI-compatible server that runs already.
     """
     from ..data import Conversations
+    from ..data.regenerate import gather
     from ..data.regenerate import regenerate as run
 
     if target is None and base_url is None:
@@ -92,7 +96,14 @@ def regenerate(
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
     if conversations.have_images and (engine or base_url):
         raise ForedraftError(f"'{source}' has images, which are not sent to servers: leave engine and base_url out, and name a target")
-    if engine is None and base_url is None:
+    if workers is not None:
+        from ..data.spread import spread
+
+        if engine or base_url:
+            raise ForedraftError("--workers run the target themselves: leave --engine and --base-url out")
+        load = partial(_begin, str(target), dtype, loading, conversations, {"batch_size": batch_size, **sampling})
+        written = gather(out, conversations, lambda todo: spread(todo, load, workers, 4 * batch_size))
+    elif engine is None and base_url is None:
         model, tokenizer = load_target(str(target), dtype, loading, conversations.have_images)
         written = run(model, tokenizer, conversations, out, batch_size=batch_size, **sampling)
     else:
@@ -104,3 +115,10 @@ def regenerate(
             server = Server(url, target if base_url else None, timeout)
             written = ask(server, conversations, out, asking, concurrency=concurrency)
     print(f"{written} conversations answered into {out}")
+
+
+def _begin(target: str, dtype: str, loading: Rendering, conversations: Any, settings: dict[str, Any]) -> Any:
+    """In a worker: the target, and what answers some of the conversations."""
+    from ..data.regenerate import answering
+
+    return answering(*load_target(target, dtype, loading, conversations.have_images), conversations, **settings)

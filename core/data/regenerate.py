@@ -1,7 +1,7 @@
 """Replace assistant turns by the target's own answers: the largest single lever on acceptance."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,38 @@ def regenerate(
             f"{answering.cut} of {answering.answers} answers were cut at {max_new_tokens} tokens: training learns no end of them"
         )
     return written
+
+
+def gather(out: Path, conversations: Conversations, answered: Callable[[list[int]], Iterable[Any]]) -> int:
+    """As `regenerate`, by workers: `answered` gives the rows of what is still to be done, as they are ready."""
+    done, written = resume(out, conversations), 0
+    todo = [i for i in range(len(conversations)) if i not in done]
+    with Progress("answering", len(conversations), len(done)) as advance:
+        for row in answered(todo) if todo else ():
+            append(out, json.dumps(row, ensure_ascii=False) + "\n")
+            written += 1
+            advance(1)
+    if missing := len(todo) - written:
+        logger.warning(f"{missing} of {len(conversations)} conversations of '{conversations.source}' could not be asked, and are left out")
+    return written
+
+
+def answering(
+    target: PreTrainedModel,
+    tokenizer: Reader,
+    conversations: Conversations,
+    batch_size: int = 32,
+    max_prompt_tokens: int = 4096,
+    **settings: Any,
+) -> Callable[[list[int]], list[dict[str, Any]]]:
+    """What answers the conversations of some numbers anew, with the settings of `regenerate`."""
+    work = _Answering(target, tokenizer, conversations.source, {"max_prompt_tokens": max_prompt_tokens, **settings})
+
+    def answer(numbers: list[int]) -> list[dict[str, Any]]:
+        batches = _batches(numbers, conversations, batch_size)
+        return [row for batch in batches for row in work.batch({i: conversations[i] for i in batch})]
+
+    return answer
 
 
 def append(out: Path, text: str) -> None:

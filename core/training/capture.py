@@ -1,18 +1,25 @@
 """The states that a run will read, captured by themselves: by another engine, on another machine, or before several ranks train."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..contracts.aux_layers import BEFORE_NORM
+from ..data import Reader
+from ..data.spread import Work, spread
+from ..draft.model import BaseDraft
 from ..errors import ForedraftError
+from ..progress import Progress
 from ..registry import default_registry
 from ..serving import Server
 from ..serving.process import running_engine
 from ..target.cached import CachedTarget
 from ..target.extraction import Extraction
 from ..target.loading import load_config, load_target
-from ..target.store import Source, Store, Wanted
+from ..target.store import SHARD, Source, Store, Wanted
 from ..target.streaming import stream
 from .checks import check_run, open_start
 from .inputs import as_arrays
@@ -22,13 +29,19 @@ from .stored import store_of_run
 
 
 def capture(
-    config: RunConfig, batch_size: int = 8, engine: str | None = None, base_url: str | None = None, engine_arguments: str | None = None
+    config: RunConfig,
+    batch_size: int = 8,
+    engine: str | None = None,
+    base_url: str | None = None,
+    engine_arguments: str | None = None,
+    workers: int | None = None,
 ) -> Wanted | int:
     """Store what the run reads in its `hidden_states_cache`; a capture that was ended goes on.
 
     With `hidden_states_room` it captures beside training, until that is finished, and returns how many rows.
 
-    The target runs in this process; in an `engine` that is started for it, with more `engine_arguments`; or in the server at `base_url`.
+    The target runs in this process; in each of several `workers`, which Ray places; in an `engine` that is started for it, with more
+    `engine_arguments`; or in the server at `base_url`.
     Raises `ForedraftError` where the run cannot start, or the states cannot be had or stored.
     """
     if config.hidden_states_cache is None:
@@ -45,6 +58,8 @@ def capture(
             return store.fill(sets, source, rows_at_once)
         return stream(store, as_arrays(sets[0]), arguments.seed, round(config.hidden_states_room * 2**30), source, rows_at_once)
 
+    if workers is not None:
+        return _spread(config, draft, tokenizer, sets, workers, batch_size)
     if engine is None and base_url is None:
         model = load_target(config.target, config.target_dtype, config, arguments.device)
         kept: Any = {"kept": config.hidden_states_dtype, "tokenizer": tokenizer}
@@ -75,6 +90,40 @@ def capture(
         more = started.repository_arguments(config, str(dtype).removeprefix("torch."))
         with running_engine([*command, *more], engine_arguments) as url:
             return by(Server(url))
+
+
+def _spread(config: RunConfig, draft: BaseDraft, tokenizer: Reader, sets: list[Any], workers: int, batch_size: int) -> Wanted:
+    """Every worker writes shards of its own; what a killed run has written stays."""
+    store = store_of_run(config, draft, tokenizer)
+    if store is None or config.hidden_states_room is not None:
+        raise ForedraftError(
+            f"several workers store the states of a directory of safetensors, without hidden_states_room: found '{config.target}'"
+        )
+    with store.filling(sets) as wanted:
+        each = max(batch_size, min(len(wanted.rows) // (4 * workers), SHARD * len(wanted.rows) // max(1, wanted.to_write)))
+        with Progress("capturing documents", wanted.documents, wanted.documents - wanted.missing, wanted.missing > 0) as advance:
+            places = range(len(wanted.rows))
+            for written in spread(places, partial(_begin, config, wanted.rows, batch_size), workers, each) if wanted.missing else ():
+                advance(written)
+    return wanted
+
+
+def _begin(config: RunConfig, rows: list[tuple[int, int]], batch_size: int) -> Work:
+    """In a worker: the target, and what stores some of the rows; returns how many documents."""
+    tokenizer, *packed = packed_rows(config)
+    sets = [part for part in packed if part is not None]
+    draft = open_start(config) if config.draft else fresh_draft(config, load_config(config.target, config))
+    model = load_target(config.target, config.target_dtype, config, "cuda" if torch.cuda.is_available() else "cpu")
+    kept: Any = {"kept": config.hidden_states_dtype, "tokenizer": tokenizer}
+    cached = CachedTarget(model, draft.config.aux_layers, str(config.hidden_states_cache), draft.algorithm.needs, **kept)
+
+    def store(places: list[int]) -> list[int]:
+        written = list[int]()
+        cached.store.shards.refresh()
+        cached.store.take(sets, [rows[place] for place in places], cached.run, batch_size, written.append)
+        return [sum(written)]
+
+    return store
 
 
 def _memory() -> str | None:
