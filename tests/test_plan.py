@@ -150,7 +150,7 @@ class TestPlan:
         }
         other = plan_run(RunConfig.check(more), tflops=10, devices=2)
         assert (other.tokens, other.dtype, other.rows) == (10 * 3 * 2 * 8 * 64, "float32", 8)
-        assert other.stored_bytes_per_token == (1 + 4 / 32) * 32 * 2
+        assert other.stored_bytes_per_token == 4 * (32 + 4)  # a byte each, and a scale per state
         epoch = plan.text.tokens * 6
         seconds = epoch / other.tokens_per_second["online"] + (other.tokens - epoch) / other.tokens_per_second["stored"]
         assert other.hours == pytest.approx(seconds / 3600 / 2)

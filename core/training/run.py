@@ -79,7 +79,7 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
             "of": stored.of if whole and stored else None,
             "streams": streams,
         }
-        target: Target = CachedTarget(model, layers, config.hidden_states_cache, needs, streams=streams, **kept)
+        target: Target = CachedTarget(model, layers, config.hidden_states_cache, needs, **kept)
     else:
         target = Target(model, layers, needs)
     started = draft.retarget(target, rows, config.draft_vocab_size) if begun else draft.start_from(target, rows)
