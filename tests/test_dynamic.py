@@ -71,7 +71,7 @@ def played(least: float, rounds: int) -> tuple[Tensor, float]:
     loop: Any = object.__new__(DecodingLoop)
     loop.processors, loop.criteria, loop.kept, loop.streamer = LogitsProcessorList(), StoppingCriteriaList(), {}, None
     loop.criteria = lambda ids, scores: torch.tensor([ids.shape[1] >= 3])
-    loop.config = SimpleNamespace(do_sample=True)
+    loop.config, loop.lossy = SimpleNamespace(do_sample=True), None
     counts, drafted, made = torch.zeros(4, 4), 0, 0
     for _ in range(rounds):
         loop.ids, finished = torch.tensor([[0]]), False

@@ -765,7 +765,8 @@ class TestThirdParty:
     def test_one_that_cannot_be_written(self, form: str, advice: str, registry: Registry, tmp_path: Path) -> None:
         with pytest.raises(ForedraftError) as refused:
             export_draft(tmp_path, tmp_path / "out", form, registry=registry)
-        assert str(refused.value) == f"no format '{form}' can be written{advice} (known: backwards, gguf, speculators)"
+        known = "backwards, causal_lm, gguf, medusa, mtp, speculators"
+        assert str(refused.value) == f"no format '{form}' can be written{advice} (known: {known})"
 
 
 def with_plugin(**hooks: list[type]) -> Registry:

@@ -91,7 +91,7 @@ def read_all_ways(path: Path, model: Any, out: Path) -> dict[str, bool]:
     readers: dict[str, Callable[[], Any]] = {
         "info": lambda: describe(str(path), length=64),
         "export": lambda: export_draft(path, out, "speculators"),
-        "eval": lambda: load_draft_for(str(path), model),
+        "eval": lambda: load_draft_for(path, model),
         "config": lambda: auto_draft(read_config(path)),
         "serve": lambda: [serve_command(default_registry().engine(name)(), path, "some/target") for name in ("vllm", "sglang")],
         "doctor": lambda: (examine(path), ask_engines(Checkpoint.open(path), default_registry().engines().values(), asked=True)),

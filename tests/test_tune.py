@@ -94,6 +94,7 @@ def test_tune(name: str, pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["tune", pair / name, "--target", pair / "target", "--prompts", pair / "prompts.jsonl", "--batch-size", "1,3"]
     words += ["--max-new-tokens", 4, *(["-k", 3] if name == "eagle3" else [])]
     told = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False).output
+    told = " ".join(told.split())
     for size, rows, found in seen:
         assert {(size, 1), (size, 3)} <= rows
         assert {r[1] for r in rows if r[0] == "head"} == {size} if size > 1 else True

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..contracts.loading import Loading, Rendering
-from ..errors import ForedraftError
+from ..errors import ForedraftError, gathering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data import Reader
+    from ..decoding.evaluate import Prompt
     from ..draft.model import BaseDraft
 
 TargetOption = Annotated[str, typer.Option("--target", help="directory or hub id of the target")]
@@ -131,6 +132,19 @@ def load_draft_for(path: Path, target: Any) -> "BaseDraft":
     draft = open_draft(path, target.config.name_or_path)
     check_pair(target, draft)
     return draft.to(target.device, target.dtype).eval()
+
+
+def load_questions(files: list[Path], limit: int | None, strict: bool, problems: list[str]) -> "dict[str, list[Prompt]]":
+    """The prompts of each file, by its name; adds to `problems` what keeps them from being asked."""
+    from ..decoding import load_prompts
+
+    questions = {}
+    for file in files:
+        with gathering(problems):
+            questions[file.stem] = load_prompts(file, limit, strict=strict)
+    if len({file.stem for file in files}) < len(files):
+        problems.append(f"prompt files are told apart by their names, found {', '.join(map(str, files))}")
+    return questions
 
 
 def server_of(

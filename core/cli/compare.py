@@ -12,7 +12,7 @@ import typer
 
 from ..contracts.loading import Rendering
 from ..errors import ForedraftError, gathering
-from .common import DraftTokensOption, DtypeOption, StrictOption, load_draft_for, load_target, loads_target
+from .common import DraftTokensOption, DtypeOption, StrictOption, load_draft_for, load_questions, load_target, loads_target
 
 if TYPE_CHECKING:
     from ..contracts.algorithm import DrafterBase
@@ -56,7 +56,6 @@ def compare(
 
     A comparison that was ended goes on: trainings from their checkpoints, and what is measured is kept.
     """
-    from ..decoding import load_prompts
     from ..decoding.evaluate import have_images
     from ..decoding.report import demand_identical, plot_comparison, tabulated
     from ..files.writing import write_text
@@ -65,12 +64,7 @@ def compare(
 
     problems: list[str] = []
     found = _found(named, problems)
-    questions: dict[str, Any] = {}
-    for file in prompts:
-        with gathering(problems):
-            if file.stem in questions:
-                raise ForedraftError(f"prompt files are told apart by their names, found {', '.join(map(str, prompts))}")
-            questions[file.stem] = load_prompts(file, limit, strict=strict)
+    questions = load_questions(prompts, limit, strict, problems)
     with gathering(problems):
         check_writable(out, "--out")
     target, loading = _target(found, target, loading, problems)

@@ -22,6 +22,7 @@ from .common import (
     TargetOption,
     check_dtype,
     load_draft_for,
+    load_questions,
     load_target,
     loads_target,
 )
@@ -157,7 +158,7 @@ def evaluate(
     problems += _unrecordable(draft) if record and not served else []
     if (rule := _rule(lossy, problems)) and record:
         problems.append("--record notes the τ of a draft that changes no output: leave out --lossy")
-    questions = _questions(prompts, limit, strict, problems)
+    questions = load_questions(prompts, limit, strict, problems)
     if (seeing := any(map(have_images, questions.values()))) and served:
         problems.append("the prompts have images, which are not sent to servers: leave engine and base_url out")
     _raise(problems)
@@ -210,19 +211,6 @@ def _measured(model: Any, drafter: Any, reader: Any, questions: "Mapping[str, li
 
             results[name] = run(model, drafter, reader, asked, progress=show, **how)
     return results
-
-
-def _questions(files: list[Path], limit: int | None, strict: bool, problems: list[str]) -> "dict[str, list[Prompt]]":
-    """The prompts of each file, by its name; adds to `problems` what keeps them from being asked."""
-    from ..decoding import load_prompts
-
-    questions = {}
-    for file in files:
-        with gathering(problems):
-            questions[file.stem] = load_prompts(file, limit, strict=strict)
-    if len({file.stem for file in files}) < len(files):
-        problems.append(f"prompt files are told apart by their names, found {', '.join(map(str, files))}")
-    return questions
 
 
 def _rule(lossy: str | None, problems: list[str]) -> "Lossy | None":

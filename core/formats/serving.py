@@ -42,7 +42,7 @@ def tokens_that_pay(costs: Path, draft: Path) -> int:
     """
     config: Config = {} if draft.is_file() else read_config(draft)
     measured = check_fields(config, draft).foredraft.measured.values() if "foredraft" in config else ()
-    found = [set.acceptance for set in measured if set.acceptance]
+    found = [prompts.acceptance for prompts in measured if prompts.acceptance]
     if not found:
         record = "measure it, `foredraft eval --record` of its directory, and name that"
         raise ForedraftError(f"--costs: how often drafts of '{draft}' are accepted is not recorded; {record}")

@@ -68,9 +68,11 @@ def stream(store: Store, rows: Any, seed: int, room: int, source: Source, batch_
         store.note("streamed", count)
         while True:
             place, finished = _reading(store.directory)
-            if finished:
-                return captured
             there = _shards(store.directory)
+            if finished:
+                for _, _, file in there:
+                    file.unlink(missing_ok=True)
+                return captured
             begin = place
             for first, last, _ in there:
                 begin = last + 1 if first <= begin <= last else begin

@@ -47,14 +47,20 @@ class Target:
 
     def _try_out(self) -> None:
         """Run it over a few tokens: is its head understood, and how are documents in a row told apart?"""
-        self._check_head()
+        asked = self.model.config.get_text_config()._attn_implementation == ASKED
+        refusal = f"attn_implementation: {type(self.model).__name__} does not work by '{ASKED}': leave it out, or choose another"
+        try:
+            self._check_head()
+        except ValueError as error:  # capped scores, of which SDPA says so
+            if not asked:
+                raise
+            raise ForedraftError(refusal) from error
         # A compressor, which pools more tokens than twins have, would not show by them.
         states_8T = None if self.model._is_stateful else self._states_of_twins()
         self._packs = states_8T is not None and _alike(states_8T[:4], states_8T[4:])
         self._by_documents = self._packs and wanted(self.model) and _alike(states_8T, self._states_of_twins(by_documents=True))
-        if self.model.config.get_text_config()._attn_implementation == ASKED and not self._by_documents:
-            name = type(self.model).__name__
-            raise ForedraftError(f"attn_implementation: {name} does not work by '{ASKED}': leave it out, or choose another")
+        if asked and not self._by_documents:
+            raise ForedraftError(refusal)
 
     @property
     def decoder(self) -> Any:

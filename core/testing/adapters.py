@@ -245,7 +245,7 @@ class AdapterTests(Conformance):
     def test_with_every_algorithm(self, adapter: type[BaseDraft], target_config: Any, algorithm_name: str) -> None:
         """Each of foredraft's own algorithms trains on it, and decodes the target's own text."""
         try:
-            draft = build(adapter, target_config, shipped().algorithm(algorithm_name)())
+            draft = build(adapter, target_config, shipped().make_algorithm(algorithm_name, {}))
         except ForedraftError as error:
             pytest.skip(str(error))
         model = tiny_model(target_config)

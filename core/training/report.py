@@ -78,6 +78,7 @@ def _evaluations(directory: Path) -> list[dict[str, Any]]:
             if {"tau", "acceptance"} <= result.keys():
                 told = {"by": "foredraft", "tau": result["tau"], "acceptance": result["acceptance"], "speedup": result.get("speedup")}
                 found.append({"file": file.name, "prompts": name, **told})
+                continue
             for i, load in enumerate(result.get("drafted") or ()):
                 speedup = (result.get("speedups") or [None] * (i + 1))[i]
                 told = {
