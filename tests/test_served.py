@@ -1,8 +1,12 @@
 """Servers measured: what they count, what is asked of them, what is told."""
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 from stub_server import serving
@@ -136,3 +140,25 @@ def test_errors(tmp_path: Path) -> None:
             failed = CliRunner().invoke(app, ["eval", "--prompts", str(prompts), *more])
             assert isinstance(failed.exception, ForedraftError)
             assert all(error in str(failed.exception) for error in errors), failed.exception
+
+
+def test_a_signal_ends_the_server_too() -> None:
+    """Of a program that SIGTERM ends, nothing runs on."""
+    program = (
+        "import sys, time\n"
+        "from foredraft.serving.process import free_port, running\n"
+        "port = free_port()\n"
+        "with running([sys.executable, sys.argv[1], '--port', str(port)], port) as url:\n"
+        "    print(url, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    stub = str(Path(__file__).parent / "stub_server.py")
+    with subprocess.Popen([sys.executable, "-c", program, stub], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with urlopen(f"{url}/health") as reply:
+            assert reply.status == 200
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(URLError):
+        urlopen(f"{url}/health", timeout=5)

@@ -29,6 +29,7 @@ from ..target.loading import load_config, load_target
 from ..target.weights import matrix_of
 from .content import Content, recognise
 from .fields import DraftFields
+from .vocabulary import read_ids
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -273,28 +274,11 @@ class _Import:
                 raise ForedraftError(f"{name} is not that of '{self.target}': a draft by {self.content.algorithm} uses the target's own")
 
     def draft_ids(self, size: int, vocab: int) -> Tensor:
-        """[W] the target id of each draft id, from d2t as offsets or as ids, whichever fits t2d; from t2d alone if there is no d2t.
-
-        Raises `ForedraftError` where they contradict each other, or are not there for a reduced vocabulary.
-        """
-        own_V = self.vector("t2d", torch.bool, vocab) if "t2d" in self.names else None
-        named_W = None if own_V is None else own_V.nonzero()[:, 0]
-        if "d2t" not in self.names:
-            if size == vocab:
-                return torch.arange(vocab)
-            if named_W is None or len(named_W) != size:
-                raise ForedraftError(f"a draft vocabulary of {size} among {vocab} tokens, but neither d2t nor a t2d says which they are")
-            self.notes.append("the file has no d2t: taken from t2d")
-            return named_W
-        d2t_W = self.vector("d2t", torch.long, size)
-        for form, ids_W in (("offsets", torch.arange(size) + d2t_W), ("ids", d2t_W)):
-            rising = bool((ids_W[1:] > ids_W[:-1]).all()) and int(ids_W[0]) >= 0 and int(ids_W[-1]) < vocab
-            if rising and (named_W is None or torch.equal(ids_W, named_W)):
-                if form == "ids":
-                    self.notes.append("d2t held target ids, not offsets: turned into offsets")
-                return ids_W
-        rest = "" if named_W is None else f", nor with the {len(named_W)} tokens of t2d"
-        raise ForedraftError(f"d2t fits neither as offsets nor as ids with {size} ascending ids below {vocab}{rest}")
+        """[W] the target id of each draft id; see `read_ids`."""
+        lengths = {"d2t": (torch.long, size), "t2d": (torch.bool, vocab)}
+        ids_W, note = read_ids({name: self.vector(name, *of) for name, of in lengths.items() if name in self.names}, size, vocab)
+        self.notes += [note] if note else []
+        return ids_W
 
     def vector(self, name: str, dtype: torch.dtype, length: int) -> Tensor:
         """d2t or t2d, checked."""

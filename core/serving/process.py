@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -44,13 +45,14 @@ def running_engine(command: Sequence[str], arguments: str | None = None) -> Abst
 
 @contextmanager
 def running(command: Sequence[str], port: int, patience: float = PATIENCE) -> Iterator[str]:
-    """The base URL of a server that `command` starts on `port`, once it is healthy; it is ended with the block, whatever it has started.
+    """The base URL of a server that `command` starts on `port`, once it is healthy; it is ended with the block, whatever it has started,
+    and so it is where SIGTERM ends this program.
 
     Raises `ForedraftError`, with what it said of errors and last, where it does not start, ends, or takes longer than `patience` seconds;
     errors of the block are told with the same.
     """
     url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as said, _ended_by_signals():
         try:
             process = subprocess.Popen(list(command), stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
@@ -67,6 +69,19 @@ def running(command: Sequence[str], port: int, patience: float = PATIENCE) -> It
             raise type(error)(f"{error}\nthe server said:\n{_told(said)}") from error
         finally:
             _end(process)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM leaves the block as an exception does, unless somebody handles it already, or this is not the main thread."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _told(said: IO[str]) -> str:
