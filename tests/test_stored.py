@@ -129,7 +129,6 @@ class TestWhoseTheyAre:
     OTHERS: Mapping[str, Any] = {
         "dtype: float32 there, bfloat16 here": lambda to: cached(to, predictable_target(wobble=0.5).to(torch.bfloat16)),
         r"aux_layers: \[2, 4, 5\] there, \[1, 4, 5\] here": lambda to: cached(to, layers=(1, 4, 5)),
-        r"needs: \['aux', 'final'\] there, \['aux'\] here": lambda to: cached(to, needs=("aux",)),
         "target: [0-9a-f]+ there, [0-9a-f]+ here": lambda to: cached(to, tiny_target(rms_norm_eps=1e-2)),
         r"weights, such as [\w.]+: \[.*\] there, \[.*\] here": lambda to: cached(to, tiny_target(seed=3)),
         "kept: float32 there, float8_e4m3fn here": lambda to: cached(to, kept="float8"),
@@ -145,6 +144,17 @@ class TestWhoseTheyAre:
         cached(there).fill(PACKED[1:])
         with pytest.raises(ForedraftError, match=r"other data: of 6 documents \(\w+\) there, of 7 \(\w+\) here, of which 1 are not"):
             cached(there).fill([*PACKED, *tiny_rows([["uaaauuu"]])])
+
+    def test_of_those_that_keep_more_a_part_is_read(self, there: Path, tmp_path: Path) -> None:
+        batch = tiny_batch(tiny_draft(MODEL).algorithm, PACKED)
+        less = cached(there, needs=("aux",), tokenizer=tiny_tokenizer())
+        less.fill(PACKED)
+        assert_close(less.store.states(batch), {"aux": cached(there).store.states(batch)["aux"]})
+        with pytest.raises(ForedraftError, match=r"keeps aux and final states, this run reads aux alone, and 1 documents are not stored"):
+            less.fill(tiny_rows([["uaaauuu"]]))
+        cached(tmp_path, needs=("aux",)).fill(PACKED)
+        with pytest.raises(ForedraftError, match=r"needs: \['aux'\] there, \['aux', 'final'\] here"):
+            cached(tmp_path)
 
 
 class TestFaults:

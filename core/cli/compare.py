@@ -83,9 +83,8 @@ def compare(
         rows: dict[str, Row] = _earlier(out / RESULTS, asked, [one.name for one in found])
     if problems:
         raise ForedraftError("this comparison cannot start:\n  " + "\n  ".join(problems))
-    for one in found:
-        if one.run is not None:
-            train(one.run)
+    for run in sorted((one.run for one in found if one.run is not None), key=_reads, reverse=True):
+        train(run)
     model, reader = load_target(str(target), dtype, loading, any(map(have_images, questions.values())))
     for one in found:
         for _ in _measured(one, model, reader, questions, how, rows):
@@ -172,8 +171,15 @@ def _check(one: Compared, target: str, loading: Rendering, num_tokens: int | Non
         raise ForedraftError(f"{one.name}: {error}") from error
 
 
+def _reads(run: "RunConfig") -> int:
+    """How many kinds of states: the run that reads most fills a `hidden_states_cache` for those that share it."""
+    from ..registry import default_registry
+
+    return 0 if run.draft else len(default_registry().make_algorithm(run.algorithm, run.options).needs)
+
+
 def _check_shared(found: Sequence[Compared], problems: list[str]) -> None:
-    """Runs that keep hidden states in one directory must read the same ones of the same data."""
+    """Runs that keep hidden states in one directory must read the same layers of the same data."""
     import torch
 
     from ..target.loading import load_config
@@ -189,8 +195,7 @@ def _check_shared(found: Sequence[Compared], problems: list[str]) -> None:
             with gathering([]), torch.device("meta"):  # what keeps it from being planned is told with its run
                 draft = fresh_draft(run, load_config(run.target, run))
                 data = {**run.data.model_dump(exclude={"strict"}), "eval_data": run.eval_data}
-                kept = {"aux_layers": draft.config.aux_layers, "states": draft.algorithm.needs, "in": run.hidden_states_dtype}
-                read[str({**kept, **data})].append(name)
+                read[str({"aux_layers": draft.config.aux_layers, "in": run.hidden_states_dtype, **data})].append(name)
         if len(read) > 1:
             told = "\n    ".join(f"{', '.join(names)}: {what}" for what, names in read.items())
             problems.append(f"hidden_states_cache '{directory}' is shared by runs that read other states, give them their own:\n    {told}")

@@ -71,8 +71,9 @@ def weights_of_files(directory: str | Path) -> dict[str, list[float]]:
 
 
 def differences(noted: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What tells two fingerprints apart, with both values; only what both of them say is compared."""
-    told = [f"{key}: {noted[key]} there, {now[key]} here" for key in now if key != "weights" and noted.get(key, now[key]) != now[key]]
+    """What tells two fingerprints apart, with both values; only what both of them say is compared. Needing less is no difference."""
+    differing = (key for key in now if key != "weights" and noted.get(key, now[key]) != now[key])
+    told = [f"{key}: {noted[key]} there, {now[key]} here" for key in differing if key != "needs" or set(now[key]) - set(noted[key])]
     theirs, ours = noted.get("weights", {}), now.get("weights", {})
     common = [name for name in ours if name in theirs]
     if theirs and ours and not common:

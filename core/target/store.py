@@ -208,6 +208,12 @@ class Store:
 
     def _check(self, wanted: Wanted) -> None:
         noted = self.noted()
+        if noted and noted["of"]["needs"] != self.of["needs"]:
+            kept, read = (" and ".join(needs) for needs in (noted["of"]["needs"], self.of["needs"]))
+            raise ForedraftError(
+                f"'{self.directory}' keeps {kept} states, this run reads {read} alone, and {wanted.missing} documents are not stored: "
+                "`foredraft capture` by a run that reads all of them first, or choose another directory"
+            )
         if noted and noted["data"] != wanted.data:
             raise ForedraftError(
                 f"the hidden states in '{self.directory}' are of other data: of {noted['documents']} documents ({noted['data']}) there, of "
