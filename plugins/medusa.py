@@ -13,7 +13,7 @@ from foredraft.contracts import DraftModel, Plan, Signal
 from foredraft.contracts.algorithm import Choose, Step
 from foredraft.contracts.draft import Batch
 from foredraft.contracts.options import Frozen
-from foredraft.data.supervision import reachable
+from foredraft.data import reachable
 from foredraft.decoding import choose_in_turn
 from foredraft.draft import Bare, Fused
 from foredraft.loss import Loss, Teacher, chunked, objective, step_weights

@@ -16,8 +16,7 @@ from foredraft.contracts.draft import Batch, Layout
 from foredraft.contracts.engine import Files
 from foredraft.contracts.finding import Finding, error
 from foredraft.contracts.options import Frozen
-from foredraft.data.collate import positions_within
-from foredraft.data.supervision import padded_width, reachable
+from foredraft.data.collate import padded_width, positions_within, reachable
 from foredraft.decoding import choose_in_turn
 from foredraft.draft import Fused
 from foredraft.draft.attention import Causal, DecodingCache, Lookup, Ranged, ranges

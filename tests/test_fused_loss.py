@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from foredraft import ForedraftError
-from foredraft.contracts.algorithm import Step
+from foredraft.contracts.algorithm import Step, pairs_by_teacher
 from foredraft.contracts.objective import RowObjective, Spelt
-from foredraft.contracts.pairs import pairs_by_teacher
 from foredraft.loss import Labels, Taught, Teacher, chunked, chunks, objective, reference, rows
 from foredraft.loss.readable import METRICS
 from foredraft.loss.rows import Against, Found

@@ -19,7 +19,7 @@ from foredraft import ForedraftError, Target, auto_draft, save_draft
 from foredraft.cli import main
 from foredraft.doctor import examine, open_subject
 from foredraft.files.ours import record
-from foredraft.files.tensor_names import TARGET_HEAD
+from foredraft.files.spellings import TARGET_HEAD
 from foredraft.formats import export_draft, import_draft, serve_command
 from foredraft.formats.gguf import paired
 from foredraft.plugins.gguf import GGUF, INSIDE, GGUFOptions

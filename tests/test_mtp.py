@@ -17,7 +17,7 @@ from foredraft import auto_draft, generate, save_draft
 from foredraft.contracts import Layout, Plan, Signal
 from foredraft.doctor import examine
 from foredraft.draft.attention import Causal
-from foredraft.files.tensor_names import TARGET_HEAD
+from foredraft.files.spellings import TARGET_HEAD
 from foredraft.formats import export_draft, import_draft
 from foredraft.testing.tiny import tiny_batch, tiny_model, tiny_rows, tiny_signal
 

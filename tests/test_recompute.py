@@ -9,7 +9,7 @@ from torch import nn
 
 from foredraft import Target
 from foredraft.draft.attention.kernels import FlashCPU
-from foredraft.draft.recompute import recomputed
+from foredraft.draft.layer import recomputed
 from foredraft.testing.tiny import gradients, tiny_batch, tiny_rows
 
 

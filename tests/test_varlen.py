@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft import DraftCollator, ForedraftError
-from foredraft.draft.attention import Unrolled, kernel_for, kernels, patterns, unrolled_segments
+from foredraft.draft.attention import Unrolled, kernel_for, kernels, unrolled_segments
 from foredraft.draft.attention import unrolled as merging
 from foredraft.draft.attention.segments import Segments, inputs_segments, packed_segments, slots_segments
 from foredraft.draft.attention.unrolled import varlen, varlen_backward
@@ -107,7 +107,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if name == "flash-attn":
         monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
         monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", emulated.package())
-    monkeypatch.setattr(patterns, "kernel_for", lambda *_: name)
+    monkeypatch.setattr(merging, "kernel_for", lambda *_: name)
     return name
 
 

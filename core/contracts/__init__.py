@@ -1,6 +1,6 @@
 """What plugins are written against: the contracts of adapters, algorithms, formats and engines. Nothing here loads torch."""
 
-from .algorithm import AlgorithmBase, Choose, Drafter, DrafterBase, Plan, Step, tokens_to_draft
+from .algorithm import AlgorithmBase, Choose, Drafter, DrafterBase, Pairs, Plan, Step, pairs_by_teacher, tokens_to_draft
 from .config import DraftConfigMixin
 from .draft import Batch, DraftModel, KeyValueCache, Layout, Pattern, Wiring
 from .engine import Config, EngineBase
@@ -9,7 +9,6 @@ from .format import FormatBase
 from .hookspecs import hookimpl
 from .objective import Cost, ObjectiveBase, RowObjective, Sums
 from .options import Frozen
-from .pairs import Pairs, pairs_by_teacher
 from .signal import Signal
 from .spec import DraftSpec
 

@@ -14,7 +14,6 @@ from .draft import Batch, DraftModel, Wiring
 from .engine import Files
 from .finding import Finding
 from .options import Frozen
-from .pairs import pairs_by_teacher
 from .plugin import Plugin
 from .signal import Signal
 from .spec import DraftSpec
@@ -223,3 +222,22 @@ class AlgorithmBase(DrafterBase[OptionsT]):
 
         In a training `batch["progress"]` is the share of it that is done, from 0 to 1; elsewhere it is not there, and what fades has faded.
         """
+
+
+UNIT = 128
+"""Teacher rows from one mark of `Pairs` to the next."""
+
+Pairs = tuple["Tensor", list[int]]
+"""Which pairs [N] follow each other by teacher row, and how many of them precede teacher rows 0, `UNIT`, 2 · `UNIT`, ..."""
+
+
+def pairs_by_teacher(rows: Sequence[Tensor]) -> Pairs:
+    """The pairs `rows[k]` [N_k] of all drafting steps, one behind the other, in the order of their teacher rows.
+
+    Made where the rows are planned, since the marks are Python's: asked for on another device than the CPU, it waits for it.
+    """
+    import torch
+
+    rows_N, order_N = torch.cat(list(rows)).cpu().sort(stable=True)
+    units = int(rows_N[-1]) // UNIT + 1 if len(rows_N) else 0
+    return order_N, torch.searchsorted(rows_N, UNIT * torch.arange(units + 1)).tolist()

@@ -1,6 +1,6 @@
 """From conversations to packed rows and batches."""
 
-from .collate import DraftCollator
+from .collate import DraftCollator, reachable
 from .conversations import Conversations
 from .forms import Conversation, Message, conversation_of
 from .packing import pack
@@ -22,6 +22,7 @@ __all__ = [
     "conversation_of",
     "pack",
     "prompt_inputs",
+    "reachable",
     "read_records",
     "tokenizer_of",
     "with_template",

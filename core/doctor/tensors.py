@@ -9,8 +9,7 @@ from ..contracts.engine import architecture_of
 from ..contracts.finding import Finding, error, note, warning
 from ..errors import ForedraftError, few
 from ..files.raw import read_tensor
-from ..files.spellings import flat
-from ..files.tensor_names import TARGET_HEAD
+from ..files.spellings import TARGET_HEAD, flat
 from .opened import Shape
 from .plugins import algorithms
 from .subject import Subject, layer_of

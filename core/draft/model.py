@@ -14,20 +14,19 @@ from ..contracts.draft import Batch, DraftModel, HeadParts, KeyValueCache, Layou
 from ..contracts.signal import Signal
 from ..contracts.spec import DraftSpec
 from ..errors import ForedraftError
-from ..files.tensor_names import TARGET_HEAD
+from ..files.spellings import TARGET_HEAD
 from ..registry import default_registry
 from ..target.places import places_at
 from ..target.target import Target
 from ..target.weights import matrix_of
 from .attention import GroupedQueryAttention
 from .attention.kernels import WORDS, kernel_for
-from .attention.regions import Regions
+from .attention.lookup import Regions
 from .config import config_for
 from .family import Family, OwnLayer
 from .layer import DraftLayer
 from .published import NoAssistant, Published
-from .retarget import retarget
-from .start import layer_weights, start
+from .start import layer_weights, retarget, start
 from .vocabulary import DraftVocabulary
 
 

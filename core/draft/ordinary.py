@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Layout
-from .attention.lookup import Beside, Lookup, normed, take_rows
-from .attention.regions import region
-from .recompute import recomputed
+from .attention.lookup import Beside, Lookup, normed, region, take_rows
+from .layer import recomputed
 from .wiring import Rows, Stack, readable
 
 

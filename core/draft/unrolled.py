@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ..contracts.algorithm import Plan
 from ..contracts.draft import Batch, DraftModel, Layout
-from ..data.supervision import padded_width, reachable
+from ..data.collate import padded_width, reachable
 from .attention import Lookup, Unrolled, UnrolledCache, unrolled_segments
 
 

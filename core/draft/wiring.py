@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Layout, Pattern
-from ..loss.head import autocast_dtype
+from ..loss.chunks import autocast_dtype
 from ..target.capture import norm_scale
 from .attention.geometry import Rotary
-from .attention.lookup import Beside, Lookup, autocasted, normed, take_rows
-from .attention.regions import region
-from .layer import as_it_is, take_over
-from .recompute import recomputed
+from .attention.lookup import Beside, Lookup, autocasted, normed, region, take_rows
+from .layer import as_it_is, recomputed, take_over
 
 Rows = Tensor | int | None
 

@@ -18,7 +18,7 @@ from ..errors import ForedraftError
 from ..registry import Registry
 from .card import accompany, renew_card
 from .reading import draft_config, read_config
-from .tensor_names import TARGET_HEAD
+from .spellings import TARGET_HEAD
 from .writing import replacing, write_text
 
 WEIGHTS = "model.safetensors"

@@ -35,3 +35,7 @@ def flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     inner = [nested for name in NESTED if isinstance(nested := fields.get(name), Mapping)]
     stated = {name: v for name, v in fields.items() if v is not None}
     return {name: v for part in (*inner, fields, stated) for name, v in part.items()}
+
+
+TARGET_HEAD = ("embed_tokens.weight", "lm_head.weight")
+"""What a draft that uses its target's embedding and head leaves out of its file."""

@@ -11,7 +11,7 @@ from ..errors import ForedraftError, nearest
 from ..files.hub import find_draft
 from ..files.ours import write_files
 from ..files.reading import read_config
-from ..files.tensor_names import TARGET_HEAD
+from ..files.spellings import TARGET_HEAD
 from ..files.writing import check_new, replacing, replacing_file
 from ..registry import Registry, default_registry
 from .content import algorithm_of

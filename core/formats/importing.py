@@ -21,8 +21,7 @@ from ..errors import ForedraftError
 from ..files.hub import find_draft
 from ..files.ours import save_draft
 from ..files.raw import SIDE_FILE, Checkpoint
-from ..files.spellings import flat
-from ..files.tensor_names import TARGET_HEAD
+from ..files.spellings import TARGET_HEAD, flat
 from ..files.writing import check_new
 from ..registry import Registry, default_registry
 from ..target.loading import load_config, load_target

@@ -83,3 +83,9 @@ def _known(asked: Any) -> Any:
 
 Loss = Annotated[str | dict[str, float], AfterValidator(_known)]
 """The option of an algorithm that lets its users choose: the name of an objective, or {name: weight}."""
+
+
+def step_weights(steps: int, decay: float) -> list[float]:
+    """decay^k / Σ decay^j: what each drafting step weighs (EAGLE-3's 0.8)."""
+    total = sum(decay**k for k in range(steps))
+    return [decay**k / total for k in range(steps)]

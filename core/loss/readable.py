@@ -6,9 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..contracts.algorithm import Step
+from ..contracts.algorithm import Pairs, Step
 from ..contracts.objective import ObjectiveBase, RowObjective, Spelt
-from ..contracts.pairs import Pairs
 from .objectives import CrossEntropy
 from .teachers import Supervisor
 
@@ -24,12 +23,6 @@ class Head(Protocol):
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
         """See `DraftModel.compute_logits`."""
         ...
-
-
-def step_weights(steps: int, decay: float) -> list[float]:
-    """decay^k / Σ decay^j: what each drafting step weighs (EAGLE-3's 0.8)."""
-    total = sum(decay**k for k in range(steps))
-    return [decay**k / total for k in range(steps)]
 
 
 def reference(

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.objective import ObjectiveBase, RowObjective, known
-from .head import in_cache
-from .teachers import Taught
+from .teachers import Taught, in_cache
 
 # Numbers of a tensor alive at a time on the CPU: what is looked at several times stays in its cache.
 CACHED = 2**17

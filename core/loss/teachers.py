@@ -7,9 +7,9 @@ from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..contracts.signal import Signal
-from .head import in_cache
 
 # Rows of full-vocabulary logits alive at a time: float32 and their exponentials.
 CHUNK = 64
@@ -117,3 +117,13 @@ def draft_index(ids_N: Tensor, draft_ids_W: Tensor) -> Tensor:
     """The draft ids of target ids; -1 for those that the draft cannot name."""
     index_N = torch.searchsorted(draft_ids_W, ids_N).clamp(max=len(draft_ids_W) - 1)
     return torch.where(draft_ids_W[index_N] == ids_N, index_N, -1)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Fake tensors hold no values, and stand for those of a GPU: a step that is run on them is counted, whatever machine counts."""
+    return isinstance(tensor, FakeTensor)
+
+
+def in_cache(tensor: Tensor) -> bool:
+    """Whether pieces should fit a CPU's cache; a GPU wants few launches."""
+    return tensor.device.type == "cpu" and not is_fake(tensor)

@@ -16,8 +16,7 @@ from ..errors import ForedraftError
 from .capture import AuxCapture, decoder_layers, decoder_of, norm_scale
 from .places import stacked
 from .segments import ASKED, by_documents, wanted
-from .sharing import in_turn
-from .weights import home_of, is_sharded, matrix_of, own_tensors, runs_on
+from .weights import home_of, in_turn, is_sharded, matrix_of, own_tensors, runs_on
 
 # Config fields that a family divides its logits by.
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")

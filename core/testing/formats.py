@@ -13,7 +13,7 @@ from ..contracts.finding import Finding
 from ..contracts.format import FormatBase
 from ..errors import ForedraftError
 from ..files.raw import Checkpoint
-from ..files.tensor_names import TARGET_HEAD
+from ..files.spellings import TARGET_HEAD
 from ..formats import import_draft
 from ..formats.content import algorithm_of, recognise
 from ..formats.exporting import write_as

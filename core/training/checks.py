@@ -8,7 +8,7 @@ from typing import Any
 from ..auto import make_algorithm
 from ..data import read_records
 from ..draft.model import BaseDraft
-from ..draft.retarget import check_fits
+from ..draft.start import check_fits
 from ..errors import ForedraftError, gathering
 from ..files.writing import check_place
 from ..registry import default_registry

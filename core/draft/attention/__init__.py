@@ -1,12 +1,12 @@
 """Attention = geometry (how q, k, v are projected) × pattern (who sees whom)."""
 
-from .cache import DecodingCache, UnrolledCache
-from .geometry import GroupedQueryAttention
+from .geometry import DecodingCache, GroupedQueryAttention, UnrolledCache
 from .kernels import kernel_for
 from .lookup import Lookup, take_rows
 from .mla import MultiHeadLatentAttention
-from .patterns import Causal, Full, Masked, Ranged, Unrolled, ranges
+from .patterns import Causal, Full, Masked, Ranged, ranges
 from .segments import unrolled_segments
+from .unrolled import Unrolled
 
 __all__ = [
     "Causal",

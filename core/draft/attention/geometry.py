@@ -1,16 +1,18 @@
-"""Attention geometries: how queries, keys, values and the output are projected. They know nothing of algorithms."""
+"""Attention geometries: how queries, keys, values and the output are projected, and where keys and values are kept.
+
+They know nothing of algorithms.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ...contracts.draft import KeyValueCache, Pattern
-from .lookup import take_rows
-from .regions import Regions, region
+from .lookup import Regions, region, take_rows
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin, each [B, Q, d]."""
@@ -69,3 +71,41 @@ class GroupedQueryAttention(nn.Module):
 
     def _heads(self, x_BSX: Tensor) -> Tensor:
         return x_BSX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class UnrolledCache:
+    """Keys and values of training-time test: step 0 of all slots, then one entry per step for the active slots.
+
+    `extend` returns the list `[K_0 [B, H, S, d], K_1 [B, H, Q, d], ..., K_k]`, which the pattern `Unrolled` reads.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def extend(self, layer: int, k_BHQd: Tensor, v_BHQd: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add one step."""
+        keys, values = self._steps.setdefault(layer, ([], []))
+        keys.append(k_BHQd)
+        values.append(v_BHQd)
+        return list(keys), list(values)
+
+
+class DecodingCache:
+    """The draft's cache while it decodes: transformers' `DynamicCache`, cut back to the slots whose context the target has confirmed."""
+
+    def __init__(self) -> None:
+        self._cache = DynamicCache()
+
+    def __len__(self) -> int:
+        return max((layer.get_seq_length() for layer in self._cache.layers), default=0)
+
+    def extend(self, layer: int, k_BHQd: Tensor, v_BHQd: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Append, and return everything so far as one entry."""
+        keys, values = self._cache.update(k_BHQd, v_BHQd, layer)
+        return [keys], [values]
+
+    def crop(self, length: int) -> None:
+        """Forget all beyond the first `length` slots, in every layer that has more."""
+        for layer in self._cache.layers:
+            if layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())

@@ -1,10 +1,13 @@
-"""Inputs put together of rows that repeat: what is linear in them is worked out once per row, not once per use."""
+"""Inputs put together of rows that repeat: what is linear in them is worked out once per row, not once per use.
+
+And what lies between a layer's products (norms, rotation, merges), each compiled by itself where its draft is.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from ...loss.head import autocast_dtype
+from ...loss.chunks import autocast_dtype
 
 
 def take_rows(x_BSX: Any, rows: Tensor | int | None) -> Any:
@@ -151,3 +154,18 @@ def autocasted(x: Tensor) -> Tensor:
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """What products read of x."""
     return autocasted(norm(x))
+
+
+T = TypeVar("T")
+Regions = Callable[[Callable[..., Any]], Callable[..., Any]] | None
+"""What compiles a function; None: nothing is compiled."""
+
+
+def region(owner: nn.Module | Regions, run: Callable[..., T], *args: Any) -> T:
+    """`run(*args)`, compiled by its `owner`, or, of a module that is being trained, by its `regions`.
+
+    `run` is a plain function, so that all layers share what was made of it.
+    """
+    compiler: Any = (owner.regions if owner.training else None) if isinstance(owner, nn.Module) else owner
+    out: T = (compiler(run) if compiler else run)(*args)
+    return out

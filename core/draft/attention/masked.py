@@ -88,3 +88,17 @@ def _flex(compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+
+
+def causal_mask(documents_BS: Tensor | None, rows_BQ: Tensor | None, queries: int, keys: int, device: torch.device | None) -> Tensor:
+    """Boolean mask, True where a query may look: earlier or same position, same document. [B or 1, 1, Q, K].
+
+    Queries are the inputs `rows_BQ`, or, without rows, the last `queries` of the `keys` positions.
+    """
+    key_K = torch.arange(keys, device=device)
+    row_BQ = rows_BQ if rows_BQ is not None else torch.arange(keys - queries, keys, device=device)[None]
+    mask_BQK = row_BQ[:, :, None] >= key_K
+    if documents_BS is not None:
+        document_BQ = documents_BS.gather(1, row_BQ.expand(documents_BS.shape[0], -1))
+        mask_BQK = mask_BQK & (document_BQ[:, :, None] == documents_BS[:, None])
+    return mask_BQK[:, None]

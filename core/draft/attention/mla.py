@@ -11,8 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ...contracts.draft import KeyValueCache, Pattern
 from .geometry import Rotary, among_keys
-from .lookup import normed, take_rows
-from .regions import Regions, region
+from .lookup import Regions, normed, region, take_rows
 
 
 class MultiHeadLatentAttention(nn.Module):

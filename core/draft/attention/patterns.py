@@ -1,6 +1,6 @@
 """Attention patterns: who sees whom, as `attend(q, keys, values, scale, rows)`. They know nothing of architectures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -10,26 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernels import PACKED, kernel_for
+from .kernels import kernel_for
 from .lookup import take_rows
-from .masked import BlockTable, MaskFunction, block_table, dense_mask, masked_dense, masked_flex
-from .regions import Regions
-from .segments import Segments, inputs_segments, packed_segments, slots_segments, unrolled_segments
+from .masked import BlockTable, MaskFunction, block_table, causal_mask, dense_mask, masked_dense, masked_flex
+from .segments import Segments, inputs_segments
 from .unrolled import joint_attention
-
-
-def causal_mask(documents_BS: Tensor | None, rows_BQ: Tensor | None, queries: int, keys: int, device: torch.device | None) -> Tensor:
-    """Boolean mask, True where a query may look: earlier or same position, same document. [B or 1, 1, Q, K].
-
-    Queries are the inputs `rows_BQ`, or, without rows, the last `queries` of the `keys` positions.
-    """
-    key_K = torch.arange(keys, device=device)
-    row_BQ = rows_BQ if rows_BQ is not None else torch.arange(keys - queries, keys, device=device)[None]
-    mask_BQK = row_BQ[:, :, None] >= key_K
-    if documents_BS is not None:
-        document_BQ = documents_BS.gather(1, row_BQ.expand(documents_BS.shape[0], -1))
-        mask_BQK = mask_BQK & (document_BQ[:, :, None] == documents_BS[:, None])
-    return mask_BQK[:, None]
 
 
 @dataclass(frozen=True)
@@ -59,50 +44,6 @@ class Causal:
         mask = causal_mask(self.documents, rows, queries, known, q_BHQd.device) if partial else None
         causal = not partial and queries > 1
         return F.scaled_dot_product_attention(q_BHQd, keys[0], values[0], attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
-
-
-@dataclass(frozen=True)
-class Unrolled:
-    """Training-time test (EAGLE-3, section 3.2): the causal keys of step 0, then the own slot at steps 1 to k, one joint softmax.
-
-    The first call is causal over all inputs; those after it are of the slots alone.
-    """
-
-    documents: Tensor
-    """[B, S] document of each input of the first call: a run of equal numbers."""
-    slots: Tensor
-    """[B, Q] the inputs of the first call that are drafted on. One that repeats another of its row is padding: it must bring the same
-    query, and passes no gradient on."""
-    kernel: str = "auto"
-    """See `kernel_for`."""
-    segments: Mapping[str, Segments] | None = None
-    """`unrolled_segments(documents, slots)`, where the batch has them; else they are made here, which a GPU waits for."""
-    regions: Regions = None
-    """Of the merge, see `region`."""
-    _made: dict[str, Segments] = field(default_factory=dict, repr=False)
-
-    def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
-        """See `Pattern.visible`."""
-        own_BQQ = torch.eye(queries, dtype=torch.bool, device=self.slots.device).expand(batch, -1, -1)
-        places, length = (rows if len(entries) == 1 else self.slots), self.documents.shape[1]
-        context_BQS = causal_mask(self.documents, places, length, length, self.documents.device)[:, 0]
-        return torch.cat([context_BQS] + [own_BQQ] * (len(entries) - 1), dim=-1)
-
-    def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
-        """Attention over `keys[0]` [B, h, S, d] and the same-slot entries `keys[1:]` [B, h, Q, d]; see `Pattern.attend`."""
-        kernel = kernel_for(q_BHQd.device, q_BHQd.dtype, q_BHQd.shape[-1], self.kernel)
-        return joint_attention(q_BHQd, keys, values, self._segments(len(keys), rows, kernel), scale, kernel, self.regions)
-
-    def _segments(self, entries: int, rows: Tensor | None, kernel: str) -> Segments:
-        """Of the slots, of all inputs, or of other rows of the first call; all layers and steps share them."""
-        if entries == 1 and rows is not None and rows is not self.slots:
-            return (packed_segments if kernel in PACKED else slots_segments)(self.documents, rows)
-        if self.segments is None and not self._made:
-            self._made.update(unrolled_segments(self.documents, self.slots))
-        made = self._made if self.segments is None else self.segments
-        if entries == 1 and rows is None:
-            return made["inputs"]
-        return made["packed" if kernel in PACKED else "slots"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from foredraft import AlgorithmBase, DraftSpec, Signal, hookimpl
 from foredraft.contracts import Batch, Choose, DraftModel, Frozen, Layout, Plan, Step
-from foredraft.data.supervision import reachable
+from foredraft.data import reachable
 from foredraft.draft import Fused
 from foredraft.draft.attention import Causal, DecodingCache, take_rows
 from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
