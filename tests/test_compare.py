@@ -90,6 +90,29 @@ def test_an_interrupted_comparison_goes_on(work: Path, monkeypatch: pytest.Monke
     )
 
 
+def test_replayed_drafts_have_the_counts_of_decoding(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.training.run.plot_training", lambda *_: None)
+    named = ("eagle3.yaml", "medusa.yaml", "suffix", "--max-new-tokens", 12, "--dtype", "float32", "--num-draft-tokens", 2)
+    decoded, replayed = ("--out", "decoded", "--no-baseline"), ("--out", "replayed", "--replay")
+    compare(*named, *decoded)
+    told = compare(*named, *replayed)
+    assert "nothing was decoded" in told
+    results = [json.loads(Path(out, "comparison.json").read_text())["rows"] for out in ("decoded", "replayed")]
+    for name, row in results[0].items():
+        for file, ours in row["results"].items():
+            theirs = results[1][name]["results"][file]
+            assert {key: ours[key] for key in ("tau", "acceptance", "emitted", "drafted", "prompts")} == {
+                key: theirs[key] for key in ("tau", "acceptance", "emitted", "drafted", "prompts")
+            }
+            assert theirs["speedup"] is theirs["tokens_per_second"] is None
+    assert results[0]["suffix"]["results"]["first"]["tau"] > 1
+    Path("replayed/comparison.json").unlink()  # the texts are kept
+    monkeypatch.setattr("foredraft.decoding.replay.answers", None)
+    compare(*named, *replayed)
+    with pytest.raises(ForedraftError, match=r"--replay --temperature 1: .* leave one of them out"):
+        compare(*named, *replayed, "--temperature", 1)
+
+
 def test_all_that_is_wrong_is_told_first(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foredraft.training.run.train", None)
     run = yaml.safe_load(Path("medusa.yaml").read_text())

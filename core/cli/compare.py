@@ -3,8 +3,9 @@
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +17,11 @@ from .common import DraftTokensOption, DtypeOption, StrictOption, load_draft_for
 
 if TYPE_CHECKING:
     from ..contracts.algorithm import DrafterBase
+    from ..decoding.evaluate import Evaluation, Prompt
     from ..decoding.report import Row
     from ..training.settings import RunConfig
+
+    Measure = Callable[[Any, str], Evaluation]
 
 RESULTS = "comparison.json"
 
@@ -50,6 +54,10 @@ def compare(
     limit: Annotated[int | None, typer.Option(min=1, help="only the first so many prompts of each file")] = None,
     dtype: DtypeOption = "auto",
     baseline: Annotated[bool, typer.Option(help="beside each draft also decode without it: speed-ups, and whether texts are equal")] = True,
+    replay: Annotated[
+        bool,
+        typer.Option("--replay", help="decode each prompt once, without a draft, and see what each makes of that text: no speeds"),
+    ] = False,
     strict: StrictOption = False,
 ) -> None:
     """Measure several drafts on the same prompts in one run, training those that are not there yet; a table, a plot and JSON.
@@ -72,9 +80,14 @@ def compare(
         with gathering(problems):
             _check(one, str(target), loading, num_draft_tokens)
     _check_shared(found, problems)
-    how = {"num_draft_tokens": num_draft_tokens, "max_new_tokens": max_new_tokens, "temperature": temperature, "baseline": baseline}
+    if replay and temperature:
+        problems.append(f"--replay --temperature {temperature:g}: what a sample would be depends on the draft: leave one of them out")
+    how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "max_new_tokens": max_new_tokens}
     asked = {
         **how,
+        "temperature": temperature,
+        "baseline": baseline and not replay,
+        "replay": replay,
         "dtype": dtype,
         "target": target,
         "prompts": {name: _digest(json.dumps(texts, default=str).encode()) for name, texts in questions.items()},
@@ -86,8 +99,14 @@ def compare(
     for run in sorted((one.run for one in found if one.run is not None), key=_reads, reverse=True):
         train(run)
     model, reader = load_target(str(target), dtype, loading, any(map(have_images, questions.values())))
+    measure: dict[str, Measure] = {
+        name: _replaying(out / f"{name}_texts.json", asked, model, reader, texts, how)
+        if replay
+        else partial(_decoding, model, reader, texts, {**how, "temperature": temperature, "baseline": baseline})
+        for name, texts in questions.items()
+    }
     for one in found:
-        for _ in _measured(one, model, reader, questions, how, rows):
+        for _ in _measured(one, model, measure, rows):
             held = {other.name: rows[other.name].to_dict() for other in found if other.name in rows}
             write_text(out / RESULTS, json.dumps({"asked": asked, "rows": held}, indent=1))
     rows = {one.name: rows[one.name] for one in found}
@@ -215,13 +234,37 @@ def _earlier(file: Path, asked: dict[str, Any], names: Sequence[str]) -> "dict[s
     return {name: Row.from_dict(row) for name, row in held["rows"].items()}
 
 
-def _measured(
-    one: Compared, model: Any, reader: Any, questions: dict[str, Any], how: dict[str, Any], rows: "dict[str, Row]"
-) -> Iterator[None]:
-    """Have its row measured, as far as it is not there, by one prompt file after the other; all anew if the draft was changed since."""
+def _decoding(model: Any, reader: Any, prompts: "list[Prompt]", how: dict[str, Any], drafter: Any, told: str) -> "Evaluation":
     from ..decoding import evaluate
-    from ..decoding.report import Row
     from ..progress import Progress
+
+    with Progress(told, len(prompts)) as advance:
+        return evaluate(model, drafter, reader, prompts, **how, progress=lambda number, stats: advance(1))
+
+
+def _replaying(file: Path, asked: dict[str, Any], model: Any, reader: Any, prompts: "list[Prompt]", how: dict[str, Any]) -> "Measure":
+    """The target's answers to some prompts, which are kept in a file, and drafts replayed along them."""
+    from ..decoding.replay import answers, evaluate_replayed
+    from ..files.writing import write_text
+    from ..progress import Progress
+
+    of = {key: asked[key] for key in ("target", "dtype", "max_new_tokens", "prompts")}
+    held = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if held.get("of") != of:
+        with Progress(f"{file.stem}: the target's answers", len(prompts)) as advance:
+            texts = answers(model, reader, prompts, how["max_new_tokens"], lambda number: advance(1))
+        write_text(file, json.dumps(held := {"of": of, "texts": texts}))
+
+    def measure(drafter: Any, told: str) -> "Evaluation":
+        with Progress(told, len(prompts)) as advance:
+            return evaluate_replayed(model, drafter, held["texts"], **how, progress=lambda number, stats: advance(1))
+
+    return measure
+
+
+def _measured(one: Compared, model: Any, measure: "dict[str, Measure]", rows: "dict[str, Row]") -> Iterator[None]:
+    """Have its row measured, as far as it is not there, by one prompt file after the other; all anew if the draft was changed since."""
+    from ..decoding.report import Row
 
     drafter: Any = load_draft_for(one.draft, model) if one.draft else one.algorithm
     if one.draft:
@@ -233,13 +276,11 @@ def _measured(
         row = Row(_digest(str(drafter.options).encode()), drafter.name)
     if one.name not in rows or rows[one.name].draft != row.draft:
         rows[one.name] = row
-    for name, asked in questions.items():
+    for name, by in measure.items():
         if name in rows[one.name].results:
             print(f"{one.name}, {name}: measured before", flush=True)
             continue
-        with Progress(f"{one.name}, {name}", len(asked)) as advance:
-            result = evaluate(model, drafter, reader, asked, **how, progress=lambda number, stats, advance=advance: advance(1))
-        rows[one.name].results[name] = result
+        rows[one.name].results[name] = by(drafter, f"{one.name}, {name}")
         yield
 
 

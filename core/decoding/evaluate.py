@@ -35,7 +35,8 @@ class Evaluation:
     prompts: int
     emitted: int
     """Tokens generated with the draft, the one that prefill emits included."""
-    tokens_per_second: float
+    tokens_per_second: float | None
+    """None where nothing was generated (`evaluate_replayed`)."""
     plain_tokens_per_second: float | None
     identical: int | None
     """Prompts whose greedy output equals plain decoding's; None when sampling or without the baseline."""
@@ -52,7 +53,9 @@ class Evaluation:
     @property
     def speedup(self) -> float | None:
         """Drafted over plain tokens per second."""
-        return self.tokens_per_second / self.plain_tokens_per_second if self.plain_tokens_per_second else None
+        if self.tokens_per_second is None or self.plain_tokens_per_second is None:
+            return None
+        return self.tokens_per_second / self.plain_tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and the speed-up, ready for JSON."""
@@ -153,9 +156,7 @@ def evaluate(
         plain_tokens_per_second=plain.per_second if baseline else None,
         identical=len(prompts) - len(different) if baseline and not temperature else None,
         different=different,
-        draft_ms=1000 * stats.drafting / max(1, stats.passes),
-        drafted=sum(stats.drafted) / max(1, stats.passes),
-        pass_ms=1000 * stats.verifying / max(1, stats.passes),
+        **spent(stats),
         settings={
             "algorithm": algorithm.name,
             "shape": str(tree or "chain"),
@@ -164,11 +165,24 @@ def evaluate(
             **({"lossy": str(lossy)} if lossy else {}),
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "device": str(target.device.type),
-            "threads": torch.get_num_threads(),
+            **machine(target),
         },
     )
+
+
+def spent(stats: DraftingStats) -> dict[str, float]:
+    """What a round of drafting and verifying took and drafted, as an `Evaluation` says it."""
+    rounds = max(1, stats.passes)
+    return {
+        "draft_ms": 1000 * stats.drafting / rounds,
+        "pass_ms": 1000 * stats.verifying / rounds,
+        "drafted": sum(stats.drafted) / rounds,
+    }
+
+
+def machine(target: PreTrainedModel) -> dict[str, Any]:
+    """In what, and on what, it was measured."""
+    return {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device.type), "threads": torch.get_num_threads()}
 
 
 def sampling(temperature: float) -> dict[str, Any]:

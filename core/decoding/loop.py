@@ -77,7 +77,7 @@ class DecodingLoop:
             while not finished:
                 kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=len(rows))
                 began = time.perf_counter()
-                drafted, reach = self._propose(torch.empty(1, len(seen), 0) if captured is None else captured.aux_BSA[:, seen])
+                drafted, reach = self.propose(torch.empty(1, len(seen), 0) if captured is None else captured.aux_BSA[:, seen])
                 if (fed := self.ids.shape[1] - cache.length) > MOST_REPLAYED:
                     drafted, reach = DraftTree([], []), 0
                 proposed = time.perf_counter()
@@ -96,7 +96,7 @@ class DecodingLoop:
             sequences=self.ids, past_key_values=cache.held, **{name: tuple(values) for name, values in self.kept.items()}
         )
 
-    def _propose(self, aux_1NA: Tensor) -> tuple[DraftTree, int]:
+    def propose(self, aux_1NA: Tensor) -> tuple[DraftTree, int]:
         """What may follow, and how many of its tokens could be accepted at most. `aux_1NA`: see `Drafter`."""
         room = self.config.max_length - self.ids.shape[1] - 1
         if room <= 0:

@@ -34,7 +34,7 @@ def table(results: Mapping[str, Evaluation]) -> "Table":
             f"{r.tau:.2f}",
             " ".join(f"{a:.2f}" for a in r.acceptance),
             f"{r.plain_tokens_per_second:.1f}" if r.plain_tokens_per_second else "-",
-            f"{r.tokens_per_second:.1f}",
+            f"{r.tokens_per_second:.1f}" if r.tokens_per_second else "-",
             f"{r.speedup:.2f}×" if r.speedup else "-",
             f"{r.identical}/{r.prompts}" if r.identical is not None else "-",
         )
@@ -108,7 +108,12 @@ def tabulated(rows: Mapping[str, Row]) -> str:
     title = (
         f"Prompts: {', '.join(f'{name} ({r.prompts})' for name, r in next(iter(rows.values())).results.items())}. Temperature "
         f"{some.settings['temperature']:g}, at most {some.settings['max_new_tokens']} new tokens, {some.settings['dtype']} on "
-        f"{some.settings['device']}, {some.settings['threads']} threads. Speed-ups are against plain decoding beside each draft."
+        f"{some.settings['device']}, {some.settings['threads']} threads. "
+        + (
+            "Drafts were replayed along the target's own texts, nothing was decoded with them."
+            if some.tokens_per_second is None
+            else "Speed-ups are against plain decoding beside each draft."
+        )
     )
     columns = ["draft", "algorithm", "drafted", "parameters", "training", *(f"τ {name}" for name in sets), "τ", "accepted per position"]
     columns += ["a round of drafting", "tokens/s", "speed-up", "same text"]
@@ -120,6 +125,7 @@ def _cells(row: Row, sets: Sequence[str]) -> list[str]:
     results = list(row.results.values())
     drafting, verifying = (fmean(getattr(r, name) for r in results) for name in ("draft_ms", "pass_ms"))
     same = [r.identical for r in results if r.identical is not None]
+    speeds = [r.tokens_per_second for r in results if r.tokens_per_second]
     seconds = row.training.get("seconds")
     return [
         row.algorithm,
@@ -129,28 +135,31 @@ def _cells(row: Row, sets: Sequence[str]) -> list[str]:
         *(f"{row.results[name].tau:.2f}" if name in row.results else "" for name in sets),
         f"{fmean(r.tau for r in results):.2f}",
         " ".join(f"{a:.2f}" for a in row.acceptance),
-        f"{drafting:.2f} ms, {drafting / verifying if verifying else 0:.2f} of a pass",
-        f"{fmean(r.tokens_per_second for r in results):.1f}",
+        f"{drafting:.2f} ms" + (f", {drafting / verifying:.2f} of a pass" if verifying else ""),
+        f"{fmean(speeds):.1f}" if speeds else "-",
         f"{row.speedup:.2f}×" if row.speedup else "-",
         f"{sum(same)}/{sum(r.prompts for r in results)}" if same else "-",
     ]
 
 
 def plot_comparison(rows: Mapping[str, Row], file: str | Path) -> None:
-    """τ and speed-up of each draft, and acceptance per position, into a PNG."""
+    """τ, speed-up where it was measured, and acceptance per position of each draft, into a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (bars, speed, lines) = plt.subplots(1, 3, figsize=(14, 1.5 + max(2.5, 0.4 * len(rows))), constrained_layout=True)
-    names = list(rows)
+    names, speedups = list(rows), [row.speedup for row in rows.values()]
+    count = 3 if any(speedups) else 2
+    size = (14 * count / 3, 1.5 + max(2.5, 0.4 * len(rows)))
+    figure, (bars, *speed, lines) = plt.subplots(1, count, figsize=size, constrained_layout=True)
     bars.barh(names, [fmean(r.tau for r in row.results.values()) for row in rows.values()], color="C0")
     bars.set(title="τ", xlim=(1, None))
-    speed.barh(names, [row.speedup or 0 for row in rows.values()], color="C1")
-    speed.axvline(1, color="black", linewidth=0.8)
-    speed.set(title="speed-up")
-    for axis in (bars, speed):
+    for axis in speed:
+        axis.barh(names, [speedup or 0 for speedup in speedups], color="C1")
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set(title="speed-up")
+    for axis in (bars, *speed):
         axis.invert_yaxis()
         axis.grid(alpha=0.3, axis="x")
     for name, row in rows.items():
