@@ -42,7 +42,7 @@ def test_data_is_small() -> None:
     assert sum(f.stat().st_size for f in EXAMPLES.glob("*.jsonl")) <= 3_000_000
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda f: f.stem)
 def test_run_files_are_valid(file: Path) -> None:
     """Every example run passes validation."""
     config = RunConfig.load(file)
