@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from foredraft import generate
 from foredraft.contracts import DrafterBase
-from foredraft.decoding import DraftingStats, verification
+from foredraft.decoding import DraftingStats, states
 
 TEXT, ROUNDS = 48, 2
 LAGS = (4, 16, 64)
@@ -49,17 +49,17 @@ def main(width: int = 256, tokens: int = 4) -> None:
     model, ids = hybrid(width), torch.arange(3, 35)[None]
     text = model.generate(ids, max_new_tokens=TEXT, **GREEDY)
     caches: list[Any] = []
-    hook = model.register_forward_hook(lambda *seen: caches.append(verification.cache_of(seen[-1])))
+    hook = model.register_forward_hook(lambda *seen: caches.append(states.cache_of(seen[-1])))
     model.generate(ids, max_new_tokens=8, **GREEDY)
     hook.remove()
     print(f"width {width}, {tokens} drafted, {TEXT} tokens of text")
     one = timed(lambda: model(ids[:, :1], past_key_values=deepcopy(caches[-1]), use_cache=True)) - timed(lambda: deepcopy(caches[-1]))
-    print(f"copy of the states: {timed(lambda: verification._copied(caches[-1])) / one:.3f} of a pass over one token")
+    print(f"copy of the states: {timed(lambda: states._copied(caches[-1])) / one:.3f} of a pass over one token")
     for wrong in (0.0, 0.1, 0.3, 0.6):
         spent: dict[int, list[float]] = {lag: [] for lag in LAGS}
         for _ in range(ROUNDS):
             for lag, taken in spent.items():
-                verification_lag(lag)
+                set_lag(lag)
                 stats, start = DraftingStats(), time.process_time()
                 generate(model, Oracle(text, wrong), ids, num_draft_tokens=tokens, max_new_tokens=TEXT, stats=stats, **GREEDY)
                 taken.append((time.process_time() - start) / TEXT / one)
@@ -67,7 +67,7 @@ def main(width: int = 256, tokens: int = 4) -> None:
         print(f"{wrong:.0%} wrong: passes over one token that a token costs, by the most that is read again: {told}")
 
 
-def verification_lag(most: int) -> None:
+def set_lag(most: int) -> None:
     """Set by how many tokens states may lag behind the text."""
     from foredraft.decoding import loop
 

@@ -33,8 +33,9 @@ from foredraft import ForedraftError, TreeShape, evaluate, generate
 from foredraft.decoding import AutoregressiveDrafter, DraftingStats
 from foredraft.decoding.loop import Chooser, DecodingLoop
 from foredraft.decoding.report import plot_acceptance, table
+from foredraft.decoding.states import keep_rows
 from foredraft.decoding.tree import DraftTree
-from foredraft.decoding.verification import check_target, keep_rows
+from foredraft.decoding.verification import check_target
 from foredraft.target.capture import AuxCapture
 
 VOCAB = 30

@@ -17,8 +17,9 @@ from ..contracts.draft import Layout
 from ..draft.model import BaseDraft
 from ..target.capture import AuxCapture
 from .loop import Chooser
+from .states import CACHES, TextCache
 from .tree import TreeShape
-from .verification import CACHES, TextCache, grouped_attention
+from .verification import grouped_attention
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ def _passes(target: PreTrainedModel, ids_BL: Tensor) -> Callable[[int], None]:
 
     def run(width: int) -> None:
         cache.before()
-        cache.keep(target(input_ids=ids_BL[:, :width], use_cache=True, **named), [], 0, width - 1)
+        with cache.reading():
+            out = target(input_ids=ids_BL[:, :width], use_cache=True, **named)
+        cache.keep(out, [], 0, width - 1)
 
     return run
 

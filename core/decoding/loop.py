@@ -16,8 +16,9 @@ from ..contracts.algorithm import DrafterBase
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..target.capture import AuxCapture
+from .states import MOST_REPLAYED, TextCache
 from .tree import DraftTree, TreeDrafter, TreeShape
-from .verification import MOST_REPLAYED, Lossy, TextCache, check_target, choose_token, grouped_attention
+from .verification import Lossy, check_target, choose_token, grouped_attention
 
 
 class DecodingLoop:
@@ -83,7 +84,8 @@ class DecodingLoop:
                 proposed = time.perf_counter()
                 if drafted.tokens:
                     cache.before()
-                outputs = model(**self._inputs(drafted, fed, outputs, kwargs), return_dict=True)
+                with cache.reading():
+                    outputs = model(**self._inputs(drafted, fed, outputs, kwargs), return_dict=True)
                 rows, finished = self._follow(drafted, outputs)
                 cache.keep(outputs, rows, fed, len(drafted.tokens))
                 self.stats.add(reach, len(rows) - 1, proposed - began, time.perf_counter() - proposed)

@@ -2,10 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from inspect import signature
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import Field
@@ -14,7 +11,6 @@ from torch.nn import functional as F
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    Cache,
     DynamicCache,
     GenerationConfig,
     PreTrainedModel,
@@ -26,19 +22,9 @@ from transformers.masking_utils import sdpa_mask
 
 from ..contracts.options import Frozen
 from ..errors import ForedraftError
-from ..target.weights import home_of
+from .states import NO_CACHE, cache_of, is_stateful, way_of
 
 GROUPED = "foredraft_grouped"
-
-
-CACHES = ("past_key_values", "cache_params", "state")
-"""What families call their cache, among a model's arguments and outputs."""
-
-MOST_REPLAYED = 16
-"""Tokens by which states may lag behind the text: more of them are read again, fewer and a pass without a draft comes sooner."""
-
-
-NO_CACHE = "it keeps no cache (use_cache=False?): drafted tokens are verified against the cache of the text before them"
 
 
 class Lossy(Frozen):
@@ -127,107 +113,13 @@ def check_target(model: PreTrainedModel, config: GenerationConfig, kwargs: Mappi
         reasons.append("it takes no position_ids: branches of a tree share positions")
     if tree and config.return_dict_in_generate and config.output_attentions:
         reasons.append("output_attentions: attention over a tree is not attention over its text")
-    if not reasons and is_stateful(model, cache) and not _continues(model):
+    if not reasons and is_stateful(model, cache) and way_of(model) is None:
         reasons.append(
             "behind a state it does not read several tokens as it does in one go, in transformers: all drafted ones at once would lose it"
         )
     if reasons:
         drafted, advice = ("a tree", "; or leave tree out, for a chain") if tree else ("drafted tokens", "")
         raise ForedraftError(f"{type(model).__name__} cannot verify {drafted}: {'; '.join(reasons)}{advice}")
-
-
-def cache_of(named: Mapping[str, Any]) -> Any:
-    """The cache among a model's arguments or outputs; None if there is none."""
-    return next((named[name] for name in CACHES if named.get(name) is not None), None)
-
-
-def is_stateful(model: PreTrainedModel, cache: Any) -> bool:
-    """Whether a part of what is kept of a text is of fixed size, written over by every token: what was there cannot be cut out again."""
-    return bool(model._is_stateful or not model._supports_default_dynamic_cache() or not getattr(type(cache), "is_croppable", True))
-
-
-class TextCache:
-    """The target's cache, which holds the first `length` tokens of the text, and a way back to there from behind rejected ones.
-
-    Keys and values are cut. Where a model has states of fixed size (linear attention, state spaces, compressors), all is copied before a
-    pass, keys by reference; if a draft is not accepted whole it is put back as it was, and the next pass reads what was accepted again,
-    before its own draft. So at the end of a text it may lag behind, too.
-    """
-
-    def __init__(self, model: PreTrainedModel, kwargs: Mapping[str, Any]):
-        self.held, self.length, self._before = cache_of(kwargs), 0, None
-        self.stateful = is_stateful(model, self.held)
-        if self.held is not None and not self.stateful:
-            self.held.activate_past_recording()
-
-    def before(self) -> None:
-        """Called before a pass with drafted tokens."""
-        if self.stateful:
-            self._before = _copied(self.held)
-
-    def keep(self, outputs: Any, rows: Sequence[int], fed: int, count: int) -> None:
-        """After a pass over `fed` tokens of the text and `count` drafted ones: of the latter's rows, and the newest token's, `rows` stay.
-
-        Sliding windows, which keep more while they may have to go back, are cut to their length here.
-        """
-        self.held = cache_of(outputs)
-        if self.held is None:
-            raise ForedraftError(NO_CACHE)
-        if not self.stateful:
-            keep_rows(self.held, rows, 1 + count)
-        elif len(rows) <= count:
-            _put_back(self.held, self._before)
-            return
-        self.length += fed + len(rows) - 1
-
-
-def _copied(held: Any) -> Any:
-    """A copy of a cache. Keys and values are shared with it: layers that may have other states replace theirs, and write into none."""
-    layers = getattr(held, "layers", [])
-    shared = [kept for layer in layers for kept in (getattr(layer, "keys", None), getattr(layer, "values", None))]
-    shared += [value for value in getattr(held, "__dict__", {}).values() if isinstance(value, torch.Stream)]
-    return deepcopy(held, {id(kept): kept for kept in shared if kept is not None})
-
-
-def _put_back(held: Any, before: Any) -> None:
-    """The object that the target and the user know has the states of the copy."""
-    if isinstance(held, list):
-        held[:] = before
-    else:
-        vars(held).update(vars(before))
-
-
-_known: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
-
-
-def _continues(model: PreTrainedModel) -> bool:
-    """Whether a model that keeps states reads several tokens behind them as it reads them in one go; asked of it once, with eight tokens.
-
-    Scans without an initial state, as Mamba's are in transformers, do not.
-    """
-    if model not in _known:
-        ids_18 = torch.arange(8, device=home_of(model))[None] % model.config.get_text_config().vocab_size
-        whole = model(input_ids=ids_18, use_cache=False).logits[0, 4:].float()
-        first = model(input_ids=ids_18[:, :4], use_cache=True)
-        try:
-            named = {name: first[name] for name in CACHES if first.get(name) is not None}
-            if "position_ids" in signature(model.forward).parameters:  # some count from 0 unless told
-                named["position_ids"] = torch.arange(4, 8, device=ids_18.device)[None]
-            parts = model(input_ids=ids_18[:, 4:], use_cache=True, **named).logits[0].float()
-            _known[model] = bool((parts - whole).abs().amax() < 0.1 * whole.abs().amax())
-        except (ValueError, RuntimeError):  # some say so themselves
-            _known[model] = False
-    return _known[model]
-
-
-def keep_rows(cache: Cache, rows: Sequence[int], count: int) -> None:
-    """Of the latest `count` rows in the cache keep these, ascending."""
-    if list(rows) != list(range(len(rows))):
-        past = cache.get_seq_length() - count
-        for layer in cache.layers:
-            for states in (layer.keys, layer.values):
-                states[..., past : past + len(rows), :] = states[..., [past + row for row in rows], :]
-    cache.crop(len(rows) - count)
 
 
 @contextmanager
