@@ -22,8 +22,8 @@ from accelerate.utils import send_to_device
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foredraft import DraftCollator, Target, auto_draft
-from foredraft.training.borrowing import Borrow
 from foredraft.training.cost import Shape
+from foredraft.training.sharding import Borrow
 
 SMALL = {
     "vocab_size": 32_000,

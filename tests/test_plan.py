@@ -17,8 +17,7 @@ from torch.testing import assert_close
 from foredraft import DraftCollator, ForedraftError, Target, auto_draft
 from foredraft.cli import main
 from foredraft.training.cost import Cost, Shape, count_step
-from foredraft.training.meter import Meter
-from foredraft.training.pairs import visible_pairs
+from foredraft.training.meter import Meter, visible_pairs
 from foredraft.training.plan import plan_run
 from foredraft.training.settings import RunConfig
 

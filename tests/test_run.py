@@ -19,7 +19,7 @@ from foredraft.cli.describe import describe
 from foredraft.draft.model import BaseDraft
 from foredraft.errors import nearest
 from foredraft.formats import export_draft
-from foredraft.training.alone import alone_in
+from foredraft.training.resume import alone_in
 from foredraft.training.run import train
 from foredraft.training.settings import RunConfig
 
@@ -94,7 +94,7 @@ def test_one_run_in_a_directory(fields: dict[str, Any]) -> None:
     """The other is named; a trainer of one's own is no exception, and a killed run leaves no lock."""
     lines = (
         "import sys, time",
-        "from foredraft.training.alone import alone_in",
+        "from foredraft.training.resume import alone_in",
         "with alone_in(sys.argv[1]):",
         "  print('in', flush=True)",
     )

@@ -16,9 +16,8 @@ from torch.testing import assert_close
 
 from foredraft.data import DraftCollator
 from foredraft.training.capture import capture
-from foredraft.training.run import fresh_draft, packed_rows
+from foredraft.training.run import fresh_draft, packed_rows, store_of_run
 from foredraft.training.settings import RunConfig
-from foredraft.training.stored import store_of_run
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow

@@ -508,7 +508,7 @@ def test_frozen_tables_are_the_targets_while_training(
     for lends in (True, False):
         draft = tiny_draft(target, "dflash", num_layers=1, block_size=4)
         if not lends:
-            monkeypatch.setattr("foredraft.training.borrowing.Borrow._may_stand_for", lambda *_: False)
+            monkeypatch.setattr("foredraft.training.sharding.Borrow._may_stand_for", lambda *_: False)
         trainer = trainer_of(draft, target, tmp_path / str(lends), ROWS, max_steps=2, bf16=bf16, save_strategy="steps", save_steps=2)
         trainer.add_callback(Watch)
         trainer.train()

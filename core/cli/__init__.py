@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import ForedraftError, printable
-from . import capture, compare, data, decode, doctor, formats, inspect, new, plan, report, train, tune
+from . import compare, data, decode, doctor, formats, inspect, new, train, tune
 
 app = typer.Typer(
     name="foredraft",
@@ -21,9 +21,9 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "train": train.train,
-    "capture": capture.capture,
-    "plan": plan.plan,
-    "report": report.report,
+    "capture": train.capture,
+    "plan": train.plan,
+    "report": train.report,
     "init": train.init,
     "generate": decode.generate,
     "eval": decode.evaluate,

@@ -72,7 +72,6 @@ class Drafter(Protocol):
         token have one); without weights, A is 0. Returns the drafted target ids and, where `choose` sampled them, the logits [V]
         each was drawn from. Ids without logits are point masses: accepted where the target itself says them, greedy or sampled.
         """
-        ...
 
 
 class Choose(Protocol):
@@ -80,7 +79,6 @@ class Choose(Protocol):
 
     def __call__(self, logits_W: Tensor, drafted: list[int]) -> tuple[int, Tensor | None] | None:
         """The chosen target id, and the processed logits [V] when sampling; None if no token may follow."""
-        ...
 
 
 DEFAULT_TOKENS = 4

@@ -36,14 +36,12 @@ class Pattern(Protocol):
 
         `entries` are the lengths of the keys' entries, whose keys stand side by side; `rows` as in `attend`. For tests and pictures.
         """
-        ...
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention output [B, H, Q, d]. `keys` and `values` are what the cache returned, oldest first, each [B, H, K, d].
 
         `rows` [B, Q] are the places of the queries among the keys of the newest entry; None: the last Q.
         """
-        ...
 
 
 class KeyValueCache(Protocol):
@@ -51,7 +49,6 @@ class KeyValueCache(Protocol):
 
     def extend(self, layer: int, k_BHQd: Tensor, v_BHQd: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Add this call's keys and values of `layer`; return all that a pattern may look at."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,34 +75,27 @@ class Wiring(Protocol):
 
     def modules(self, draft: DraftModel) -> dict[str, nn.Module]:
         """Its modules by the name under which they are saved (`fc`, `layers`, `norm`, ...); fresh, on the default device."""
-        ...
 
     def project(self, draft: DraftModel, aux_BSA: Tensor) -> Tensor:
         """See `DraftModel.project_hidden_states`."""
-        ...
 
     def backbone(self, draft: DraftModel, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None) -> Tensor:
         """See `DraftModel.backbone`."""
-        ...
 
     def head_input(self, draft: DraftModel, hidden_BQD: Tensor) -> Tensor:
         """What the head reads of a state."""
-        ...
 
     def head_modules(self, draft: DraftModel) -> list[nn.Module]:
         """The modules that `head_input` runs."""
-        ...
 
     def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm: Mapping[str, Tensor]) -> list[str]:
         """Take over the target's decoder `layers` (weights by the draft's names, see `BaseDraft.weights_of`) and its final norm.
 
         What was taken over, a text each.
         """
-        ...
 
     def saved(self, draft: DraftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as engines read them."""
-        ...
 
 
 class DraftModel(Plugin):

@@ -43,22 +43,18 @@ class Sums(Protocol):
     @property
     def cross_entropy_N(self) -> Tensor:
         """-Σ p log q."""
-        ...
 
     @property
     def entropy_N(self) -> Tensor:
         """-Σ p log p, of what is taught; worked out if it is asked for."""
-        ...
 
     @property
     def acceptance_N(self) -> Tensor:
         """α = Σ min(p · mass, q): the chance that speculative sampling accepts, over the target's whole vocabulary."""
-        ...
 
     @property
     def text_N(self) -> Tensor:
         """-log q of the text's own token, 0 where the draft cannot name it. Raises `ForedraftError` where the text is not known."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Evaluations as a table and as a picture."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import ForedraftError
 from .evaluate import Evaluation
@@ -45,24 +46,31 @@ def table(results: Mapping[str, Evaluation]) -> "Table":
     return rows
 
 
-def plot_acceptance(results: Mapping[str, Evaluation], file: str | Path) -> None:
-    """Acceptance per drafted position (of a tree: depth), a line per prompt set, into a PNG."""
+@contextmanager
+def picture(file: str | Path | IO[bytes], columns: int = 1, dpi: int = 110, **how: Any) -> Iterator[Any]:
+    """A figure's axes, side by side in `columns`; behind the block it is written to `file`, a PNG unless its ending says otherwise."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shape = next(iter(results.values())).settings["shape"]
-    figure, axis = plt.subplots(figsize=(6, 4), constrained_layout=True)
-    for name, r in results.items():
-        positions = range(1, len(r.acceptance) + 1)
-        axis.plot(positions, r.acceptance, "o-", label=f"{name}: τ {r.tau:.2f}")
-        axis.set_xticks(list(positions))
-    axis.set(xlabel="drafted position", ylabel="share of drafts accepted up to here", ylim=(0, 1), title=f"acceptance, {shape}")
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(file, dpi=110)
+    figure, axes = plt.subplots(1, columns, **how)
+    yield axes
+    figure.savefig(file, dpi=dpi)
     plt.close(figure)
+
+
+def plot_acceptance(results: Mapping[str, Evaluation], file: str | Path) -> None:
+    """Acceptance per drafted position (of a tree: depth), a line per prompt set, into a PNG."""
+    shape = next(iter(results.values())).settings["shape"]
+    with picture(file, figsize=(6, 4), constrained_layout=True) as axis:
+        for name, r in results.items():
+            positions = range(1, len(r.acceptance) + 1)
+            axis.plot(positions, r.acceptance, "o-", label=f"{name}: τ {r.tau:.2f}")
+            axis.set_xticks(list(positions))
+        axis.set(xlabel="drafted position", ylabel="share of drafts accepted up to here", ylim=(0, 1), title=f"acceptance, {shape}")
+        axis.grid(alpha=0.3)
+        axis.legend()
 
 
 @dataclass
@@ -144,31 +152,24 @@ def _cells(row: Row, sets: Sequence[str]) -> list[str]:
 
 def plot_comparison(rows: Mapping[str, Row], file: str | Path) -> None:
     """τ, speed-up where it was measured, and acceptance per position of each draft, into a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     names, speedups = list(rows), [row.speedup for row in rows.values()]
     count = 3 if any(speedups) else 2
     size = (14 * count / 3, 1.5 + max(2.5, 0.4 * len(rows)))
-    figure, (bars, *speed, lines) = plt.subplots(1, count, figsize=size, constrained_layout=True)
-    bars.barh(names, [fmean(r.tau for r in row.results.values()) for row in rows.values()], color="C0")
-    bars.set(title="τ", xlim=(1, None))
-    for axis in speed:
-        axis.barh(names, [speedup or 0 for speedup in speedups], color="C1")
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.set(title="speed-up")
-    for axis in (bars, *speed):
-        axis.invert_yaxis()
-        axis.grid(alpha=0.3, axis="x")
-    for name, row in rows.items():
-        lines.plot(range(1, len(row.acceptance) + 1), row.acceptance, "o-", label=name, markersize=4)
-    lines.set(title="share of drafts accepted up to here", xlabel="drafted position", ylim=(0, 1))
-    lines.grid(alpha=0.3)
-    lines.legend(fontsize=7)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    with picture(file, count, figsize=size, constrained_layout=True) as (bars, *speed, lines):
+        bars.barh(names, [fmean(r.tau for r in row.results.values()) for row in rows.values()], color="C0")
+        bars.set(title="τ", xlim=(1, None))
+        for axis in speed:
+            axis.barh(names, [speedup or 0 for speedup in speedups], color="C1")
+            axis.axvline(1, color="black", linewidth=0.8)
+            axis.set(title="speed-up")
+        for axis in (bars, *speed):
+            axis.invert_yaxis()
+            axis.grid(alpha=0.3, axis="x")
+        for name, row in rows.items():
+            lines.plot(range(1, len(row.acceptance) + 1), row.acceptance, "o-", label=name, markersize=4)
+        lines.set(title="share of drafts accepted up to here", xlabel="drafted position", ylim=(0, 1))
+        lines.grid(alpha=0.3)
+        lines.legend(fontsize=7)
 
 
 def demand_identical(results: Mapping[str, Evaluation]) -> None:

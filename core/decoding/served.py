@@ -12,6 +12,7 @@ from ..contracts.engine import EngineBase
 from ..errors import ForedraftError
 from ..serving import Server, read_metrics
 from .evaluate import Prompt
+from .report import picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -143,26 +144,19 @@ def served_table(results: Mapping[str, Served]) -> "Table":
 
 def plot_served(results: Mapping[str, Served], file: str | Path) -> None:
     """Tokens per second by load, and acceptance per position by the engine and by us, into a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (speed, acceptance) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    for i, (name, r) in enumerate(results.items()):
-        for loads, style, what in ((r.plain, "o--", "plain"), (r.drafted, "o-", "drafted")):
-            if loads:
-                speed.plot(
-                    [x.concurrency for x in loads], [x.tokens_per_second for x in loads], style, color=f"C{i}", label=f"{name}, {what}"
-                )
-        for found, style, what in ((r.drafted[0].acceptance, "o-", "engine"), ((r.ours or {}).get("acceptance", []), "x--", "ours")):
-            if found:
-                acceptance.plot(range(1, len(found) + 1), found, style, color=f"C{i}", label=f"{name}, {what}")
-    speed.set(xscale="log", xlabel="requests at once", ylabel="tokens/s", title="speed")
-    acceptance.set(xlabel="drafted position", ylabel="share of drafts accepted up to here", ylim=(0, 1), title="acceptance")
-    for axis in (speed, acceptance):
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=7)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    with picture(file, 2, figsize=(10, 4), constrained_layout=True) as (speed, acceptance):
+        for i, (name, r) in enumerate(results.items()):
+            for loads, style, what in ((r.plain, "o--", "plain"), (r.drafted, "o-", "drafted")):
+                if loads:
+                    speed.plot(
+                        [x.concurrency for x in loads], [x.tokens_per_second for x in loads], style, color=f"C{i}", label=f"{name}, {what}"
+                    )
+            for found, style, what in ((r.drafted[0].acceptance, "o-", "engine"), ((r.ours or {}).get("acceptance", []), "x--", "ours")):
+                if found:
+                    acceptance.plot(range(1, len(found) + 1), found, style, color=f"C{i}", label=f"{name}, {what}")
+        speed.set(xscale="log", xlabel="requests at once", ylabel="tokens/s", title="speed")
+        acceptance.set(xlabel="drafted position", ylabel="share of drafts accepted up to here", ylim=(0, 1), title="acceptance")
+        for axis in (speed, acceptance):
+            axis.grid(alpha=0.3)
+            if axis.lines:
+                axis.legend(fontsize=7)

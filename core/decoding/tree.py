@@ -97,7 +97,6 @@ class Rank(Protocol):
 
         Both [N, count], likeliest first; -inf marks a token that may not follow.
         """
-        ...
 
 
 @runtime_checkable
@@ -106,4 +105,3 @@ class TreeDrafter(Protocol):
 
     def propose_tree(self, ids: Tensor, aux_1NA: Tensor, shape: TreeShape, rank: Rank) -> DraftTree:
         """Draft a tree after `ids` [L]; `aux_1NA` as in `Drafter.propose`."""
-        ...

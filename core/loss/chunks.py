@@ -147,11 +147,9 @@ class Head(Protocol):
 
     def logits(self, states_ND: Tensor) -> Tensor:
         """Of some rows, [N, W]."""
-        ...
 
     def back(self, d_logits_NW: Tensor) -> Tensor:
         """The gradient by the states of the latest rows, [N, D]; those of the parameters are added to `gradients`."""
-        ...
 
 
 def head_of(draft: DraftModel, parameters: list[Tensor], wanted: bool) -> Head:

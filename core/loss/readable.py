@@ -22,7 +22,6 @@ class Head(Protocol):
 
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
         """See `DraftModel.compute_logits`."""
-        ...
 
 
 def reference(

@@ -56,7 +56,6 @@ class Supervisor(Protocol):
 
     def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
         """What some of the rows teach a draft of this vocabulary (target ids, ascending)."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,14 @@ from ..progress import Progress
 from ..registry import default_registry
 from ..serving import Server
 from ..serving.process import running_engine
-from ..target.cached import CachedTarget
 from ..target.extraction import Extraction
 from ..target.loading import load_config, load_target
 from ..target.store import SHARD, Source, Store, Wanted
 from ..target.streaming import stream
-from .checks import check_run, open_start
-from .inputs import as_arrays
-from .run import fresh_draft, packed_rows
+from .checks import check_run
+from .ready import as_arrays
+from .run import cached_target, draft_of, packed_rows, store_of_run
 from .settings import RunConfig
-from .stored import store_of_run
 
 
 def capture(
@@ -50,7 +48,7 @@ def capture(
     tokenizer, *packed = packed_rows(config)
     sets: list[Any] = [rows for rows in packed if rows is not None]
     target = load_config(config.target, config)
-    draft = open_start(config) if config.draft else fresh_draft(config, target)
+    draft = draft_of(config, target)
     layers, needs = draft.config.aux_layers, draft.algorithm.needs
 
     def fill(store: Store, source: Source, rows_at_once: int) -> Wanted | int:
@@ -62,8 +60,7 @@ def capture(
         return _spread(config, draft, tokenizer, sets, workers, batch_size)
     if engine is None and base_url is None:
         model = load_target(config.target, config.target_dtype, config, arguments.device)
-        kept: Any = {"kept": config.hidden_states_dtype, "tokenizer": tokenizer}
-        cached = CachedTarget(model, layers, config.hidden_states_cache, needs, **kept)
+        cached = cached_target(config, draft, tokenizer, model)
         return fill(cached.store, cached.run, batch_size)
     if any("pixels" in rows.column_names for rows in sets):
         raise ForedraftError(
@@ -112,10 +109,9 @@ def _begin(config: RunConfig, rows: list[tuple[int, int]], batch_size: int) -> W
     """In a worker: the target, and what stores some of the rows; returns how many documents."""
     tokenizer, *packed = packed_rows(config)
     sets = [part for part in packed if part is not None]
-    draft = open_start(config) if config.draft else fresh_draft(config, load_config(config.target, config))
+    draft = draft_of(config, load_config(config.target, config))
     model = load_target(config.target, config.target_dtype, config, "cuda" if torch.cuda.is_available() else "cpu")
-    kept: Any = {"kept": config.hidden_states_dtype, "tokenizer": tokenizer}
-    cached = CachedTarget(model, draft.config.aux_layers, str(config.hidden_states_cache), draft.algorithm.needs, **kept)
+    cached = cached_target(config, draft, tokenizer, model)
 
     def store(places: list[int]) -> list[int]:
         written = list[int]()

@@ -17,8 +17,7 @@ from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..target.loading import auto_class
 from ..target.target import Target
-from .meter import Meter
-from .pairs import Watched, visible_pairs
+from .meter import Meter, Watched, visible_pairs
 
 FEW = 4096
 """Tokens of a batch that are run one by one, at least."""

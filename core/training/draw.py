@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ..auto import auto_draft
 from ..contracts.draft import Layout
 from ..data import DraftCollator
+from ..decoding.report import picture
 from ..errors import ForedraftError
 from ..registry import Registry
 from ..target.target import Target
@@ -77,27 +78,20 @@ def draw_mask(algorithm: str, file: str | Path, options: Mapping[str, Any] | Non
     calls = training_calls(algorithm, options or {}, registry)
     if not calls:
         raise ForedraftError(f"algorithm '{algorithm}' has no attention to draw: its training step never calls the backbone")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     call = calls[-1]
     queries, keys = call.visible_QK.shape
-    figure, axis = plt.subplots(figsize=(1.5 + keys / 7, 1.2 + queries / 7), constrained_layout=True)
-    axis.imshow(call.visible_QK.tolist(), cmap="Blues", vmin=0, vmax=1.4, aspect="equal", interpolation="nearest")
-    edges = torch.tensor(call.entries).cumsum(0)[:-1].tolist()
-    for edge in edges:
-        axis.axvline(edge - 0.5, color="C3", linewidth=1.2)
-    axis.set_yticks(range(queries), [str(p) for p in call.positions], fontsize=5)
-    axis.set_xticks([])
-    axis.set(xlabel="keys" + (" (red: where the next drafting step's begin)" if edges else ""), ylabel="queries, by rotary position")
-    axis.set_title(f"{algorithm}: who sees whom (two documents in a row)", fontsize=9)
-    axis.set_xticks(torch.arange(keys).sub(0.5).tolist(), minor=True)
-    axis.set_yticks(torch.arange(queries).sub(0.5).tolist(), minor=True)
-    axis.grid(which="minor", color="0.9", linewidth=0.4)
-    axis.tick_params(which="minor", length=0)
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    with picture(file, figsize=(1.5 + keys / 7, 1.2 + queries / 7), dpi=130, constrained_layout=True) as axis:
+        axis.imshow(call.visible_QK.tolist(), cmap="Blues", vmin=0, vmax=1.4, aspect="equal", interpolation="nearest")
+        edges = torch.tensor(call.entries).cumsum(0)[:-1].tolist()
+        for edge in edges:
+            axis.axvline(edge - 0.5, color="C3", linewidth=1.2)
+        axis.set_yticks(range(queries), [str(p) for p in call.positions], fontsize=5)
+        axis.set_xticks([])
+        axis.set(xlabel="keys" + (" (red: where the next drafting step's begin)" if edges else ""), ylabel="queries, by rotary position")
+        axis.set_title(f"{algorithm}: who sees whom (two documents in a row)", fontsize=9)
+        axis.set_xticks(torch.arange(keys).sub(0.5).tolist(), minor=True)
+        axis.set_yticks(torch.arange(queries).sub(0.5).tolist(), minor=True)
+        axis.grid(which="minor", color="0.9", linewidth=0.4)
+        axis.tick_params(which="minor", length=0)
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
     return Path(file)

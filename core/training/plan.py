@@ -22,6 +22,7 @@ from ..target.shards import FLOAT8
 from .checks import check_draft, check_settled, open_start, sources
 from .cost import Cost, Shape, count_step
 from .defaults import DraftTrainingArguments
+from .run import fresh_draft
 from .settings import RunConfig
 
 TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250, "L40S": 362, "RTX 4090": 165, "MI300X": 1307}
@@ -154,9 +155,7 @@ def plan_run(config: RunConfig, *, device: str | None = None, tflops: float | No
 def make_draft(config: RunConfig, target: PretrainedConfig) -> BaseDraft:
     """The draft that a run trains, fresh. Raises what `auto_draft` raises."""
     if config.draft is None:
-        layers = tuple(config.aux_layers) if config.aux_layers else None
-        shape: dict[str, Any] = {"adapter": config.adapter, "aux_layers": layers, "draft_vocab_size": config.draft_vocab_size}
-        draft = auto_draft(target, config.algorithm, **shape, **config.options)
+        draft = fresh_draft(config, target)
     else:
         path = locate(config.draft)
         fields = read_config(path)

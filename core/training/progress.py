@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..data import DraftCollator
+from ..progress import duration
 from ..target.streaming import place_of, read_up_to
 
 A_TWENTIETH = 0.05
@@ -112,14 +113,6 @@ def line(step: int, steps: int, logs: dict[str, float], seconds_left: float = 0.
         return f"trained to step {step} in {duration(logs['train_runtime'])}"
     left = f", {duration(seconds_left)} left" if seconds_left else ""
     return f"step {step} of {steps}{left}: " + (summary(logs) or ", ".join(f"{name} {value:.4g}" for name, value in logs.items()))
-
-
-def duration(seconds: float) -> str:
-    """In the largest unit of which there are at least two."""
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def summary(logs: dict[str, float]) -> str:

@@ -1,13 +1,18 @@
-"""Whether a run goes on, and from which checkpoint: Trainer writes them in place, so the newest may be half there."""
+"""A run's directory: nobody else trains there; whether the run goes on, and from which checkpoint: the newest may be half there."""
 
 import hashlib
 import json
+import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from filelock import FileLock, Timeout
 from transformers.utils import logging
 
 from ..errors import ForedraftError
@@ -104,3 +109,48 @@ def _flat(fields: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{within}{key}.")
         elif value != {}:
             yield within + key, value
+
+
+LOCK, NOTE = ".training.lock", ".training.json"
+"""The lock's file, and who holds it."""
+
+
+@contextmanager
+def alone_in(directory: str | Path) -> Iterator[None]:
+    """Nobody else trains into `directory` within the block, which may be entered again inside; of several ranks the first stands for all.
+
+    Raises `ForedraftError` that names the other, or if the directory cannot be written.
+    """
+    directory = Path(directory)
+    if int(os.environ.get("RANK", "0")):
+        yield
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(directory.resolve() / LOCK, timeout=0, is_singleton=True)
+        outermost = not lock.is_locked
+        lock.acquire()
+    except Timeout:
+        raise ForedraftError(
+            f"output_dir: in '{directory}' trains {_who(directory / NOTE)}\n  wait for it, end it, or choose another output_dir"
+        ) from None
+    except OSError as error:
+        raise ForedraftError(f"output_dir: '{directory}' cannot be written: {error.strerror}; choose another directory") from error
+    try:
+        if outermost:
+            now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+            write_text(directory / NOTE, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}))
+        yield
+    finally:
+        if outermost:
+            with suppress(OSError):
+                (directory / NOTE).unlink()
+        lock.release()
+
+
+def _who(note: Path) -> str:
+    try:
+        found = json.loads(note.read_text(encoding="utf-8"))
+        return f"process {found['pid']} on {found['host']}, since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

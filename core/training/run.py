@@ -7,26 +7,26 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PretrainedConfig, set_seed
+from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from ..auto import auto_draft
-from ..data import Conversations, Reader, pack
+from ..data import Conversations, Reader, pack, tokenizer_of
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError, gathering
 from ..files.card import public_name
 from ..files.ours import save_draft
 from ..files.writing import check_new, write_text
-from ..target.cached import CachedTarget
+from ..target.cached import CachedTarget, store_of
+from ..target.fingerprint import Fingerprint, fingerprint_of, weights_of_files
 from ..target.loading import load_config, load_target, load_tokenizer
+from ..target.store import Store
 from ..target.target import Target
-from .alone import alone_in
 from .checks import check_draft, check_run, open_start, sources
 from .defaults import DraftTrainingArguments
-from .inputs import check_rows
-from .plot import plot_training
-from .resume import LENGTH, digest, earlier_run, latest_complete, note
+from .ready import check_rows
+from .report import plot_training
+from .resume import LENGTH, alone_in, digest, earlier_run, latest_complete, note
 from .settings import DataConfig, RunConfig
-from .stored import store_of_run
 from .trainer import DraftTrainer
 
 
@@ -64,24 +64,16 @@ def _carry_out(config: RunConfig, arguments: DraftTrainingArguments, before: dic
     stored = None
     with suppress(ForedraftError):  # files may name weights otherwise than modules: then the target itself is compared, and tells
         stored = store_of_run(config, draft, tokenizer)
-    streams = config.hidden_states_room is not None
-    whole = stored is not None and (streams or not stored.wanted([part for part in (rows, eval_rows) if part is not None]).missing)
+    whole = stored is not None and (stored.streams or not stored.wanted([part for part in (rows, eval_rows) if part is not None]).missing)
     model = load_target(config.target, config.target_dtype, config, arguments.device, layers=not whole)
     for text in () if begun else draft.assumed(model.config.get_text_config()):
         print(f"assumed: {text}", flush=True)
     named = [public_name(source.path) for source in sources(config.data.train)]
     draft.config.foredraft["data"] = {"sources": named, "packed": rows.info.description}
-    layers, needs = draft.config.aux_layers, draft.algorithm.needs
     if config.hidden_states_cache:
-        kept: Any = {
-            "kept": config.hidden_states_dtype,
-            "tokenizer": tokenizer,
-            "of": stored.of if whole and stored else None,
-            "streams": streams,
-        }
-        target: Target = CachedTarget(model, layers, config.hidden_states_cache, needs, **kept)
+        target: Target = cached_target(config, draft, tokenizer, model, stored.of if whole and stored else None)
     else:
-        target = Target(model, layers, needs)
+        target = Target(model, draft.config.aux_layers, draft.algorithm.needs)
     started = draft.retarget(target, rows, config.draft_vocab_size) if begun else draft.start_from(target, rows)
     draft.embed_tokens.requires_grad_(config.train_embedding)
     draft.kernel = config.kernel
@@ -154,6 +146,28 @@ def init(config: RunConfig, with_data: bool) -> str:
     return started
 
 
+def draft_of(config: RunConfig, target: PretrainedConfig) -> BaseDraft:
+    """The draft that a run trains, for a target with this config: the one that it starts from, else a fresh one."""
+    return open_start(config) if config.draft else fresh_draft(config, target)
+
+
+def cached_target(
+    config: RunConfig, draft: BaseDraft, reader: Reader, model: PreTrainedModel, of: Fingerprint | None = None
+) -> CachedTarget:
+    """The run's target, read from its `hidden_states_cache`; `of`: see `CachedTarget`."""
+    assert config.hidden_states_cache is not None
+    return CachedTarget(
+        model,
+        draft.config.aux_layers,
+        config.hidden_states_cache,
+        draft.algorithm.needs,
+        kept=config.hidden_states_dtype,
+        tokenizer=reader,
+        of=of,
+        streams=config.hidden_states_room is not None,
+    )
+
+
 def fresh_draft(config: RunConfig, target: PretrainedConfig) -> BaseDraft:
     """A new draft as the run's settings describe it, for a target with this config."""
     return auto_draft(
@@ -184,3 +198,22 @@ def load_split(data: DataConfig, eval_data: list[str] | str | None = None) -> tu
 
 def _load(source: str, data: DataConfig) -> Conversations:
     return Conversations.load(source, data.split, strict=data.strict, limit=data.limit)
+
+
+def store_of_run(config: RunConfig, draft: BaseDraft, reader: Reader) -> Store | None:
+    """What a run keeps states in; None where it keeps none, or its target is no directory of safetensors that is read as it stands.
+
+    Raises `ForedraftError` if another target's states are there.
+    """
+    settled = config.device_map or config.tp_plan or config.quantization
+    directory = Path(config.target)
+    as_it_stands = (directory / "config.json").exists() and any(directory.glob("*.safetensors")) and not list(directory.glob("adapter_*"))
+    if config.hidden_states_cache is None or settled or not as_it_stands:
+        return None
+    target = load_config(config.target, config)
+    dtype = target.dtype if config.target_dtype == "auto" else getattr(torch, config.target_dtype)
+    if not isinstance(dtype, torch.dtype):
+        return None
+    needs = draft.algorithm.needs
+    of = fingerprint_of(target, weights_of_files(config.target), draft.config.aux_layers, needs, dtype, tokenizer_of(reader))
+    return store_of(config.hidden_states_cache, target, of, dtype, config.hidden_states_dtype, config.hidden_states_room is not None)

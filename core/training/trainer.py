@@ -25,14 +25,11 @@ from ..target.loading import place
 from ..target.pairing import check_pair, remember, warn_of_other
 from ..target.streaming import Shuffled
 from ..target.target import Target
-from .alone import alone_in
-from .borrowing import Borrow
 from .defaults import DraftTrainingArguments
-from .inputs import as_arrays, check_rows
 from .progress import AsAskedNow, DraftPrinter, DraftProgress, ReadUpTo, SeedByEpoch, Stopwatch
-from .ready import check_ready
-from .resume import latest_complete
-from .sharding import local, shard, share_out_state, whole
+from .ready import as_arrays, check_ready, check_rows
+from .resume import alone_in, latest_complete
+from .sharding import Borrow, local, shard, share_out_state, whole
 from .stopping import StopOnSignal, TrainingStopped
 
 
