@@ -30,8 +30,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-PLAIN = {"rope_type": "default", "rope_theta": 12345.0}
 
 FILES = {"config.json", "model.safetensors", "README.md", "custom_generate"}
 """What is in a draft's directory."""
@@ -248,47 +246,6 @@ class TestOnDisk:
         assert made["versions"].keys() == {"foredraft", "torch", "transformers"}
         target = {key: made["target"][key] for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")}
         assert target == {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 32, "vocab_size": 50}
-
-    def test_flags(self, tmp_path: Path) -> None:
-        config, tensors = self.written(tmp_path / "draft", fc_norm=True, norm_output=True)
-        assert (config["fc_norm"], config["norm_output"]) == (True, True)
-        assert {f"fc_norm.{i}.weight" for i in range(3)} <= tensors.keys()
-
-    @pytest.mark.parametrize("rope", [LLAMA3, YARN, PLAIN], ids=lambda rope: rope["rope_type"])
-    def test_rope_in_both_spellings(self, tmp_path: Path, rope: dict[str, Any]) -> None:
-        config, _ = self.written(tmp_path / "draft", {"rope_parameters": rope})
-        assert config["rope_parameters"] == rope
-        assert config["rope_theta"] == rope["rope_theta"]
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        assert config["rope_scaling"] == (None if rope is PLAIN else scaling)
-        loaded, model = auto_draft(tmp_path / "draft"), tiny_target(rope_parameters=rope)
-        assert_close(loaded.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq, rtol=0, atol=0)
-
-    def test_tensor_names(self, tmp_path: Path) -> None:
-        _, tensors = self.written(tmp_path / "draft")
-        layer = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
-        layer += [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-        names = ["embed_tokens", "fc", "norm", "lm_head", *(f"layers.0.{name}" for name in layer)]
-        assert tensors.keys() == {f"{name}.weight" for name in names}
-
-    def test_d2t_as_offsets(self, tmp_path: Path) -> None:
-        draft = tiny_draft(tiny_target(), draft_vocab_size=4)
-        draft.set_draft_vocabulary(torch.tensor([3, 4, 10, 49]))
-        save_draft(draft, tmp_path / "draft")
-        tensors = load_file(tmp_path / "draft" / "model.safetensors")
-        assert tensors["d2t"].tolist() == [3, 3, 8, 46]
-        assert tensors["d2t"].dtype == torch.int64
-        assert tensors["t2d"].nonzero()[:, 0].tolist() == [3, 4, 10, 49]
-
-    def test_upper_layers_carry_their_norm_under_both_names(self, tmp_path: Path) -> None:
-        draft = tiny_draft(tiny_target(), num_layers=2)
-        with torch.no_grad():
-            draft.layers[1].input_layernorm.weight.normal_()
-        save_draft(draft, tmp_path / "draft")
-        tensors = load_file(tmp_path / "draft" / "model.safetensors")
-        assert torch.equal(tensors["layers.1.hidden_norm.weight"], draft.layers[1].input_layernorm.weight)
-        assert torch.equal(tensors["layers.1.input_layernorm.weight"], draft.layers[1].input_layernorm.weight)
-        assert torch.equal(auto_draft(tmp_path / "draft").layers[1].input_layernorm.weight, draft.layers[1].input_layernorm.weight)
 
 
 class TestDamaged:
@@ -522,12 +479,6 @@ class TestDescribe:
         assert lines["engines know it as"] == "LlamaForCausalLMEagle3"
         assert lines["measured"] == "chat: τ 2.5"
         assert lines["training step"].startswith("about ")
-
-    def test_a_damaged_draft(self, tmp_path: Path) -> None:
-        save_draft(tiny_draft(tiny_target()), tmp_path / "draft")
-        (tmp_path / "draft" / "model.safetensors").unlink()
-        with pytest.raises(ForedraftError, match=r"holds no model.safetensors"):
-            describe(str(tmp_path / "draft"))
 
     def test_memory_grows_with_the_batch(self, tmp_path: Path) -> None:
         tiny_config(hidden=1024).save_pretrained(tmp_path)

@@ -188,14 +188,6 @@ class TestInspect:
         assert "vocabulary 20" in out
         assert "[2, 4, 5] (HF hidden_states indices)" in out
 
-    @pytest.mark.usefixtures("uncounted")
-    def test_info_on_a_draft(self, command: Command, draft: Path) -> None:
-        code, out, _ = command("info", draft)
-        assert code == 0
-        assert "a draft by eagle3" in out
-        assert "vocabulary 100" in out
-        assert "LlamaForCausalLMEagle3" in out
-
     def test_info_on_nothing(self, command: Command, work: Path) -> None:
         assert command.fails("info", work / "missing").startswith(f"error: no target or draft at '{work}/missing'")
         assert "unknown algorithm 'eagel3'; did you mean 'eagle3'?" in command.fails("info", work / "target", "--algorithm", "eagel3")

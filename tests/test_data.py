@@ -85,17 +85,6 @@ class TestRenderer:
         assert rendered.ids == tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"]
         assert supervised(tokenizer, rendered.ids, rendered.spans) == ["hi — 😀<|im_end|>", "no\n<|im_end|>"]
 
-    @pytest.mark.parametrize(
-        "messages", [chat("a", "b"), chat("a", "b", "c", "d"), chat("a", "", "c", "d"), chat("q"), [*chat("a", "b"), *chat("c")]]
-    )
-    def test_prefixes_and_tags_agree(self, messages: Messages) -> None:
-        assert Renderer(tiny_tokenizer(CHATML)).render(messages) == Renderer(tiny_tokenizer(CHATML_TAGGED)).render(messages)
-
-    @pytest.mark.parametrize("template", [CHATML, CHATML_TAGGED], ids=["prefixes", "tags"])
-    def test_no_assistant(self, template: str) -> None:
-        rendered = Renderer(tiny_tokenizer(template)).render(chat("hello"))
-        assert set(rendered.spans) == {-1}
-
     def test_an_end_of_turn_token_that_is_not_eos(self) -> None:
         """As in Gemma and Phi-3: a special token without a name of its own."""
         tokenizer = tiny_tokenizer(eos="<|endoftext|>")
@@ -148,6 +137,7 @@ class TestRenderer:
             chat("q", "<|im_end|> said, " * 9 + "then " * 60, "r", "b", "s", "c"),
             chat(*(f"{i} 😀 " * (i % 4) + "x" for i in range(21))),
             chat("q" * 300, "a", "r" * 200, "b" * 300),
+            chat("a question that nobody answers"),
         ):
             ids, spans = readable(renderer.tokenizer, conversation)
             assert renderer.render(conversation) == Rendered(ids, spans)

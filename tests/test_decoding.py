@@ -52,12 +52,16 @@ SHAPES = [None, TreeShape(depth=3, top_k=3, num_nodes=12)]
 
 
 @functools.cache
-def target_of(seed: int) -> Any:
-    return tiny_target(layers=4, vocab=VOCAB, seed=seed, eos_token_id=None)
+def target_of(seed: int, attention: str = "sdpa") -> Any:
+    return tiny_target(layers=4, vocab=VOCAB, seed=seed, eos_token_id=None, attn_implementation=attention)
+
+
+def shape(depth: int, top_k: int, num_nodes: int) -> TreeShape:
+    return TreeShape(depth=depth, top_k=top_k, num_nodes=num_nodes)
 
 
 @functools.cache
-def draft_of(seed: int, size: int | None, layers: int, norm_output: bool, fc_norm: bool) -> Any:
+def draft_of(seed: int, size: int | None = None, layers: int = 1, norm_output: bool = False, fc_norm: bool = False) -> Any:
     options = {"num_layers": layers, "norm_output": norm_output, "fc_norm": fc_norm, "num_aux": 2, "aux_layers": (1, 3)}
     return tiny_draft(target_of(seed), draft_vocab_size=size, **options).eval()
 
@@ -90,14 +94,27 @@ class TestGreedy:
         norms=st.sampled_from([(False, False), (True, True)]),
         new=st.one_of(st.sampled_from([1, 2]), st.integers(0, 1).map(lambda n: -n), st.just(17)),
         eos_after=st.one_of(st.none(), st.integers(0, 16)),
+        tree=st.one_of(st.none(), st.builds(shape, st.integers(1, 5), st.integers(1, 5), st.integers(1, 40))),
+        attention=st.sampled_from(["sdpa", "eager"]),
     )
-    @example(seed=0, prompt=[5], k=6, size=12, layers=2, norms=(True, True), new=17, eos_after=0)
-    @settings(max_examples=25, deadline=None, derandomize=True)
+    @example(0, [5], 6, 12, 2, (True, True), 17, 0, None, "sdpa")
+    @example(0, [5], 6, 12, 2, (True, True), 17, 0, TreeShape(depth=4, top_k=40, num_nodes=40), "eager")
+    @settings(max_examples=40, deadline=None, derandomize=True)
     def test_is_the_targets_own(
-        self, seed: int, prompt: list[int], k: int, size: int | None, layers: int, norms: tuple[bool, bool], new: int, eos_after: int | None
+        self,
+        seed: int,
+        prompt: list[int],
+        k: int,
+        size: int | None,
+        layers: int,
+        norms: tuple[bool, bool],
+        new: int,
+        eos_after: int | None,
+        tree: TreeShape | None,
+        attention: str,
     ) -> None:
         """`new` 0 and -1 stand for k and k + 1 tokens; `eos_after`: a token the target does write ends the text."""
-        target, draft = target_of(seed), draft_of(seed, size, layers, *norms)
+        target, draft, how = target_of(seed, attention), draft_of(seed, size, layers, *norms), {"num_draft_tokens": k, "tree": tree}
         ids, new = torch.tensor([prompt]), new if new > 0 else k - new
         expected = plain(target, ids, max_new_tokens=new)
         if eos_after is not None:
@@ -105,9 +122,9 @@ class TestGreedy:
             ends = int(expected[0, ids.shape[1] + eos_after])
             expected = plain(target, ids, max_new_tokens=new, eos_token_id=ends)
             assert expected.shape[1] <= ids.shape[1] + eos_after + 1
-            ours = drafted(target, draft, ids, max_new_tokens=new, eos_token_id=ends, num_draft_tokens=k)
+            ours = drafted(target, draft, ids, max_new_tokens=new, eos_token_id=ends, **how)
         else:
-            ours = drafted(target, draft, ids, max_new_tokens=new, num_draft_tokens=k)
+            ours = drafted(target, draft, ids, max_new_tokens=new, **how)
         assert ours.tolist() == expected.tolist()
 
     @pytest.mark.parametrize("k", range(1, 7))
@@ -390,11 +407,12 @@ class TestProcessors:
         "some allowed": {"prefix_allowed_tokens_fn": lambda batch, ids: [int(ids[-1]) // 2, (int(ids[-1]) + 7) % 50]},
     }
 
+    @pytest.mark.parametrize("tree", SHAPES)
     @pytest.mark.parametrize("case", CASES)
-    def test_draft_and_target_obey(self, pair: tuple[Any, Any], case: str) -> None:
+    def test_draft_and_target_obey(self, pair: tuple[Any, Any], case: str, tree: TreeShape | None) -> None:
         target, draft = pair
         stats = DraftingStats()
-        ours = drafted(target, draft, PROMPT, stats=stats, **self.CASES[case])
+        ours = drafted(target, draft, PROMPT, stats=stats, tree=tree, **self.CASES[case])
         assert ours.tolist() == plain(target, PROMPT, **self.CASES[case]).tolist()
         assert sum(stats.accepted) > 0
 
@@ -501,16 +519,17 @@ class TestStopping:
 
 
 class TestOutputs:
-    @pytest.mark.parametrize("stop", [None, *range(8)])
-    def test_dictionary(self, pair: tuple[Any, Any], stop: int | None) -> None:
-        """Everything that plain generation returns, cut where it would have stopped."""
+    @pytest.mark.parametrize("tree", SHAPES)
+    @pytest.mark.parametrize("stop", [None, *range(0, 8, 2)])
+    def test_dictionary(self, pair: tuple[Any, Any], stop: int | None, tree: TreeShape | None) -> None:
+        """Everything that plain generation returns, the cache included, cut where it would have stopped."""
         target, draft = pair
         kwargs: dict[str, Any] = {"return_dict_in_generate": True, "max_new_tokens": 12}
         kwargs |= {"output_scores": True, "output_logits": True, "output_hidden_states": True}
         if stop is not None:
             kwargs["stopping_criteria"] = StoppingCriteriaList([Until(int(plain(target, PROMPT)[0, 2 + stop]))])
         stats = DraftingStats()
-        ours, theirs = drafted(target, draft, PROMPT, stats=stats, **kwargs), plain(target, PROMPT, **kwargs)
+        ours, theirs = drafted(target, draft, PROMPT, stats=stats, tree=tree, **kwargs), plain(target, PROMPT, **kwargs)
         assert sum(stats.accepted) > 0 or stop is not None
         assert ours.sequences.tolist() == theirs.sequences.tolist()
         new = theirs.sequences.shape[1] - 2
@@ -520,6 +539,11 @@ class TestOutputs:
         for mine, others in zip(ours.hidden_states, theirs.hidden_states, strict=True):
             assert_close(mine, others, rtol=1e-3, atol=1e-3)
         assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length() == new + 1
+        for mine, others in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+            assert_close(mine.keys, others.keys, rtol=1e-3, atol=1e-3)
+            assert_close(mine.values, others.values, rtol=1e-3, atol=1e-3)
+        bare = drafted(target, draft, PROMPT, tree=tree, return_dict_in_generate=True)
+        assert (bare.scores, bare.logits, bare.hidden_states) == (None, None, None)
 
     def test_hidden_states_without_a_dictionary(self, pair: tuple[Any, Any]) -> None:
         target, draft = pair

@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rigged import letter_tokenizer, predictable_target, trainer_of, written_by, written_rows
+from rigged import predictable_target, trainer_of, written_rows
 from safetensors import safe_open
 from tiny import (
-    Document,
     backbone_calls,
     check_table,
     gradients,
@@ -28,13 +27,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from foredraft import DraftCollator, ForedraftError, auto_draft, evaluate, generate, save_draft
+from foredraft import DraftCollator, ForedraftError, auto_draft, generate, save_draft
 from foredraft.decoding import BlockDrafter, DraftingStats
 from foredraft.draft.attention import Ranged
 from foredraft.draft.blocks import drafting_slots
 from foredraft.plugins.dflash import DFlash, dpace_weights
 from foredraft.testing import AlgorithmTests
-from foredraft.training import CachedTarget
 
 MODEL = tiny_target()
 BLOCK = 4
@@ -282,23 +280,6 @@ class TestTraining:
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
-    def test_it_learns(self, tmp_path: Path) -> None:
-        """The loss falls, and blocks are accepted of texts that were not in the training data; test_matrix.py has the default weights."""
-        texts = [Document(ids, "uu" + "a" * 14) for ids in written_by(self.TARGET, range(0, 50, 3), 16)]
-        trainer = self.train(tiny_rows([[text] for text in texts]), tmp_path, self.draft(weighting="dpace"), **self.LONG)
-        history = [log for log in trainer.state.log_history if "loss" in log]
-        assert history[-1]["loss"] < 0.2 * history[0]["loss"]
-        assert {f"accuracy_{k}" for k in range(1, BLOCK)} <= history[-1].keys()
-        stats, draft = DraftingStats(), trainer.model.eval()
-        for start in (1, 23, 34):
-            ids = torch.tensor([[start, (start + 7) % 50]])
-            out = generate(self.TARGET, draft, ids, num_draft_tokens=BLOCK - 1, max_new_tokens=14, do_sample=False, stats=stats)
-            assert out.tolist() == written_by(self.TARGET, [start], 16)
-        assert stats.tau > 2
-        prompt = [{"role": "user", "content": "abc"}]
-        result = evaluate(self.TARGET, draft, letter_tokenizer(), [prompt], num_draft_tokens=BLOCK - 1, max_new_tokens=16)
-        assert result.identical == 1
-
     def test_resumed_equals_uninterrupted(self, rows: Any, tmp_path: Path) -> None:
         """Bit for bit, embedding and head included, which are in no checkpoint; from another random start."""
         whole = self.train(rows, tmp_path / "whole").model.state_dict()
@@ -313,16 +294,6 @@ class TestTraining:
         loaded = auto_draft(save_draft(self.draft(), tmp_path / "draft"))
         trained = self.train(rows, tmp_path / "on", loaded).model
         assert torch.equal(trained.lm_head.weight, self.TARGET.get_output_embeddings().weight)
-
-    def test_cached_target(self, rows: Any, tmp_path: Path) -> None:
-        """The second run reads all from disk, and is the same."""
-        plain = self.train(rows, tmp_path / "plain").model.state_dict()
-        layers = self.draft().config.aux_layers
-        for run in ("written", "read"):
-            target = CachedTarget(self.TARGET, layers, tmp_path / "cache", self.draft().algorithm.needs)
-            cached = self.train(rows, tmp_path / run, target=target).model.state_dict()
-            assert_close(cached, plain, rtol=1e-4, atol=1e-5)
-        assert target.store.form.widths == {"aux": len(layers) * 32}, "the final states are not read"
 
 
 def test_blocks_are_one_forward_each_and_lossless(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from tiny import tiny_batch, tiny_config, tiny_draft, tiny_rows, tiny_signal, ti
 from torch.testing import assert_close
 from transformers import AutoConfig, DynamicCache
 
-from foredraft import Conversations, ForedraftError, Target, auto_draft, generate
+from foredraft import ForedraftError, Target, auto_draft, generate
 from foredraft.contracts.draft import Layout
-from foredraft.data import Renderer, conversation_of
+from foredraft.data import Renderer
 from foredraft.draft.attention import Causal
 from foredraft.draft.vocabulary import choose_mask_token
 from foredraft.files.ours import save_draft
@@ -121,19 +121,6 @@ def test_a_greeting_is_not_supervised() -> None:
     rendered = Renderer(tokenizer).render(conversation)
     supervised = tokenizer.decode([i for i, span in zip(rendered.ids, rendered.spans, strict=True) if span >= 0])
     assert supervised == "an answer<|im_end|>"
-
-
-def test_lone_prompts_are_conversations(tmp_path: Path) -> None:
-    """`{"prompt": ...}` is a user turn, so that prompt files can be answered."""
-    assert conversation_of({"prompt": "why?"}) == [{"role": "user", "content": "why?"}]
-    (tmp_path / "p.jsonl").write_text('{"prompt": "why?"}\n')
-    assert Conversations.load(tmp_path / "p.jsonl") == [[{"role": "user", "content": "why?"}]]
-
-
-def test_records_with_messages_and_a_prompt() -> None:
-    """Some data sets carry both: the messages hold the answers."""
-    record = {"prompt": "why?", "messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]}
-    assert len(conversation_of(record)) == 2
 
 
 def test_what_generate_refuses() -> None:

@@ -196,22 +196,6 @@ class TestCommands:
 
 
 class TestPlugins:
-    def test_an_engine_of_ones_own(self, draft: Path) -> None:
-        class Mine(EngineBase):
-            name = "mine"
-
-            def refuses(self, config: Any) -> str | None:
-                return None
-
-            def arguments(self, config: Any, draft: str, target: str, num_tokens: int) -> list[str]:
-                return ["mine", draft, target, str(num_tokens)]
-
-        registry = Registry(entry_points=[])
-        registry.register(SimpleNamespace(foredraft_engines=hookimpl(lambda: [Mine])))
-        assert shlex.split(serve_command(registry.engine("mine")(), draft, "t")) == ["mine", str(draft), "t", "4"]
-        with pytest.raises(ForedraftError, match="unknown engine 'mina'; did you mean 'mine'"):
-            registry.engine("mina")
-
     def test_what_is_lacking_is_named(self) -> None:
         empty = type("Empty", (EngineBase,), {})
         for cls, text in (
@@ -239,11 +223,6 @@ class TestFindings:
         path = save_draft(tiny_draft(tiny_target(), **options), tmp_path / "draft")
         refused = {"llamacpp": ["llamacpp-refuses"]} if options else {}  # it runs one layer
         assert {engine: self.of(path, engine) for engine in ENGINES} == {engine: [] for engine in ENGINES} | refused
-
-    def test_refusals(self, tmp_path: Path) -> None:
-        path = save_draft(tiny_draft(tiny_target(), "peagle"), tmp_path / "draft")
-        assert self.of(path, "sglang") == ["sglang-refuses"]
-        assert self.of(path, "vllm") == []
 
     def test_a_prefix_that_vllm_writes_itself(self, draft: Path) -> None:
         self.rename(draft, "^(?!lm_head)", "model.")

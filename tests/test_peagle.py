@@ -1,4 +1,4 @@
-"""P-EAGLE: what is drawn, who sees whom, that training is what serving does, and that it learns, saves and drafts without loss."""
+"""P-EAGLE: what is drawn, who sees whom, that training is what serving does, and what a file holds."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rigged import letter_tokenizer, predictable_target, trainer_of, written_rows
+from test_supervision import packed, reachable
 from tiny import (
     Document,
     backbone_calls,
@@ -25,11 +25,10 @@ from tiny import (
 from torch import Tensor
 from torch.testing import assert_close
 
-from foredraft import DraftCollator, ForedraftError, Target, auto_draft, evaluate, generate, save_draft
+from foredraft import DraftCollator, ForedraftError, auto_draft, generate, save_draft
 from foredraft.decoding import DraftingStats
 from foredraft.draft.attention import Ranged
 from foredraft.plugins.peagle import PEagle
-from foredraft.training import CachedTarget
 
 MODEL = tiny_target()
 DOCUMENTS = [tiny_document(letters, seed=i) for i, letters in enumerate(["uuuaaaaaauaaa", "uaaaaa", "aaaaauub", "uuaaaaabbbb", "uuu"])]
@@ -43,17 +42,6 @@ def packed_rows(packed: Sequence[Sequence[int]] = PACKED, length: int | None = N
 
 def draft_of(layers: int = 2, **options: Any) -> Any:
     return tiny_draft(MODEL, "peagle", **{"num_layers": layers, "num_depths": DEPTHS, **options})
-
-
-def reachable(row: dict[str, Any], depth: int) -> list[int]:
-    """The anchors a with x_a .. x_{a+2+depth} in one document and x_{a+1} .. x_{a+2+depth} in one assistant span."""
-    spans, documents = row["spans"], row["documents"]
-    found = []
-    for a in range(len(spans) - 2 - depth):
-        needed = range(a + 1, a + 3 + depth)
-        if all(documents[i] == documents[a] and spans[i] == spans[a + 1] and spans[i] >= 0 for i in needed):
-            found.append(a)
-    return found
 
 
 def elements_of(batch: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
@@ -72,17 +60,8 @@ def drawn_of(batch: dict[str, Any]) -> list[list[list[int]]]:
     return [[[a for b, a, _ in depth if b == row] for depth in elements_of(batch)] for row in range(len(batch["input_ids"]))]
 
 
-@st.composite
-def conversations(draw: st.DrawFn) -> tuple[list[list[str]], int]:
-    """One to three rows of documents of `u`, `a` and `b`, in runs so that long spans occur, and room for padding."""
-    run = st.tuples(st.sampled_from("uab"), st.integers(1, 9)).map(lambda r: r[0] * r[1])
-    document = st.lists(run, min_size=1, max_size=4).map("".join)
-    rows = draw(st.lists(st.lists(document, min_size=1, max_size=3), min_size=1, max_size=3))
-    return rows, max(len("".join(r)) for r in rows) + draw(st.integers(0, 4))
-
-
 class TestPlan:
-    @given(conversations(), st.integers(1, 6), st.sampled_from([(0.7, 0.2), (1.0, 0.2), (0.3, 0.5), (0.5, 0.0)]), st.integers(0, 99))
+    @given(packed(), st.integers(1, 6), st.sampled_from([(0.7, 0.2), (1.0, 0.2), (0.3, 0.5), (0.5, 0.0)]), st.integers(0, 99))
     @settings(max_examples=60, deadline=None, derandomize=True)
     def test_equals_the_definition(self, documents: Any, num_depths: int, shares: tuple[float, float], seed: int) -> None:
         rows = tiny_rows(*documents)
@@ -247,74 +226,3 @@ class TestFile:
     def test_the_published_shape_is_the_default(self) -> None:
         config = auto_draft(MODEL.config, "peagle").config
         assert (config.num_hidden_layers, config.spec.num_aux, config.spec.mask_token) == (4, 3, True)
-
-
-def plain(target: Any, ids: Tensor, **kwargs: Any) -> list[int]:
-    return target.generate(ids, **{"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, **kwargs})[0].tolist()
-
-
-def drafted(target: Any, draft: Any, ids: Tensor, **kwargs: Any) -> list[int]:
-    return generate(target, draft, ids, **{"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, **kwargs})[0].tolist()
-
-
-PREDICTABLE = predictable_target()
-PREDICTABLE.generation_config.eos_token_id = None
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A training on cached hidden states that succeeds."""
-    directory = tmp_path_factory.mktemp("run")
-    draft = tiny_draft(PREDICTABLE, "peagle", num_layers=2, num_depths=3)
-    target = CachedTarget(PREDICTABLE, draft.config.aux_layers, directory / "cache")
-    trainer = trainer_of(draft, target, directory, written_rows(PREDICTABLE, 8, 20), max_steps=40)
-    before = draft.mask_hidden.detach().clone()
-    trainer.train()
-    draft.eval()
-    return trainer, before
-
-
-class TestTraining:
-    def test_it_learns(self, run: Any) -> None:
-        trainer, before = run
-        logs = [log for log in trainer.state.log_history if "loss" in log]
-        assert logs[-1]["loss"] < 0.4 * logs[0]["loss"]
-        for d in (1, 2, 3):
-            assert logs[-1][f"accuracy_{d}"] > 0.3 + logs[0][f"accuracy_{d}"]
-        assert not torch.equal(trainer.model.mask_hidden, before)
-
-    def test_a_cached_target_serves_every_epochs_draw(self, tmp_path: Path) -> None:
-        draft = draft_of(1)
-        cached, fresh = CachedTarget(MODEL, draft.config.aux_layers, tmp_path), Target(MODEL, draft.config.aux_layers)
-        collate = DraftCollator(draft.algorithm)
-        rows = tiny_rows([["u" + "a" * 20], ["uaaaaaauubbbbbb"]])
-        cached.fill(rows)
-        asked = []
-        for collate.epoch in range(3):
-            batch = collate(rows)
-            ours, theirs = cached.capture(batch), fresh.capture(batch)
-            assert_close(*(signal.hidden_BST.flatten(0, 1)[batch["teacher_rows"]] for signal in (ours, theirs)))
-            asked.append(drawn_of(batch))
-        assert asked[0] != asked[1]
-
-
-class TestDecoding:
-    @pytest.mark.parametrize("k", [1, 2, 3, None])
-    def test_greedy_is_the_targets_own(self, run: Any, k: int | None) -> None:
-        """With drafts that are right, and wrong, at every length; by default all three tokens are drafted."""
-        stats = DraftingStats()
-        for i in range(4):
-            ids = torch.tensor([[3 * i + 1, 30 + i]])
-            expected = plain(PREDICTABLE, ids)
-            for new in (1, 7, 20):
-                ours = drafted(PREDICTABLE, run[0].model, ids, max_new_tokens=new, num_draft_tokens=k, stats=stats)
-                assert ours == expected[: 2 + new]
-        assert len(stats.accepted) == (k or 3)
-        assert all(n > 0 for n in stats.accepted)
-
-    def test_evaluate(self, run: Any) -> None:
-        prompts = [[{"role": "user", "content": text}] for text in ("ho", "CJQbi")]
-        found = evaluate(PREDICTABLE, run[0].model, letter_tokenizer(), prompts, num_draft_tokens=3, max_new_tokens=16)
-        assert (found.identical, found.different) == (2, [])
-        assert found.tau > 1.5
-        assert len(found.acceptance) == 3

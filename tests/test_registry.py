@@ -14,7 +14,6 @@ import pytest
 from tiny import tiny_config
 
 from foredraft import AlgorithmBase, BaseDraft, ForedraftError, Registry, auto_draft, default_registry, hookimpl
-from foredraft.errors import nearest
 from foredraft.registry import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -165,10 +164,6 @@ class TestUnknown:
             registry.algorithm("eagel3")
         with pytest.raises(ForedraftError, match=r"^unknown adapter 'x'\n  known: none$"):
             registry.adapter("x")
-
-    def test_nearest(self) -> None:
-        assert nearest("learning_rat", ["learning_rate", "seed"]) == "; did you mean 'learning_rate'?"
-        assert nearest("quite different", ["learning_rate", "seed"]) == ""
 
 
 class TestRegister:

@@ -1,18 +1,14 @@
 """What is trained and what is not: plans against enumeration, packing against separate documents, nothing from one to another."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import Document, gradients, tiny_batch, tiny_document, tiny_draft, tiny_rows, tiny_signal, tiny_target
-from torch import Tensor
-from torch.testing import assert_close
 
-from foredraft import Target
 from foredraft.data.collate import positions_within
 from foredraft.plugins.eagle3 import Eagle3
 
@@ -76,8 +72,6 @@ class TestPlan:
 
 
 MODEL = tiny_target()
-DOCUMENTS = [tiny_document(letters, seed=i) for i, letters in enumerate(["uuuaaaaaauaaa", "uaaaaa", "aaaaauub", "uuaaaaabbbb", "uuu"])]
-PACKED = [[0, 1, 4], [2, 3]]
 
 
 @pytest.fixture(params=[1, 2], ids=["1 layer", "2 layers"])
@@ -85,42 +79,6 @@ def draft(request: pytest.FixtureRequest) -> Any:
     made = tiny_draft(MODEL, num_layers=request.param, ttt_steps=STEPS, draft_vocab_size=30)
     made.embed_tokens.requires_grad_(True)
     return made
-
-
-def rows_of(packed: Sequence[Sequence[int]], length: int | None = None) -> list[dict[str, Any]]:
-    return tiny_rows([[DOCUMENTS[i] for i in row] for row in packed], length)
-
-
-def trained(draft: Any, batches: Sequence[Sequence[dict[str, Any]]]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, gradients and metrics, accumulated over batches with the counts of all of them."""
-    made = [tiny_batch(draft.algorithm, rows) for rows in batches]
-    counts = torch.stack([b["counts"] for b in made]).sum(0)
-    total, metrics = torch.zeros(()), {}
-    for batch in made:
-        out = draft({**batch, "counts": counts}, tiny_signal(MODEL, draft, batch))
-        out["loss"].backward()
-        total += out["loss"].detach()
-        metrics = {name: metrics.get(name, 0) + value for name, value in out["metrics"].items()}
-    return total, gradients(draft), metrics
-
-
-class TestTheLossDependsOnTheDocumentsAlone:
-    REARRANGED: ClassVar = {
-        "a row each": [[[0], [1], [4], [2], [3]]],
-        "other rows": [[[3, 4, 1], [0, 2]]],
-        "other order": [[[2, 3], [0, 1, 4]]],
-        "two batches": [[[0, 1, 4]], [[2, 3]]],
-        "a batch each": [[[0]], [[1]], [[4]], [[2]], [[3]]],
-        "one row": [[[4, 3, 2, 1, 0]]],
-    }
-
-    @pytest.mark.parametrize("length", [None, 60])
-    @pytest.mark.parametrize("case", REARRANGED)
-    def test_packing_order_padding_and_accumulation(self, draft: Any, case: str, length: int | None) -> None:
-        reference = trained(draft, [rows_of(PACKED)])
-        ours = trained(draft, [rows_of(packed, length) for packed in self.REARRANGED[case]])
-        assert reference[0] > 0
-        assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
 class TestNothingCrossesDocuments:
@@ -149,18 +107,3 @@ class TestNothingCrossesDocuments:
         first = int(own[0].nonzero()[0])
         assert aux_BSA.grad[0, first : last + 1].abs().amax(-1).gt(0).all()
         assert aux_BSA.grad[0, last + 1 :].eq(0).all()
-
-    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-    def test_the_target_sees_each_document_alone(self, attention: str) -> None:
-        model = tiny_target(attn_implementation=attention)
-        target = Target(model, (2, 4, 5))
-        rows = rows_of(PACKED)
-        batch = tiny_batch(Eagle3(ttt_steps=STEPS), rows)
-        signal = target.capture(batch)
-        for b, packed in enumerate(PACKED):
-            for number, i in enumerate(packed):
-                own = batch["documents"][b] == number
-                out = model(torch.tensor([DOCUMENTS[i].ids]), output_hidden_states=True)
-                aux = torch.cat([out.hidden_states[layer] for layer in target.aux_layers], dim=-1)
-                assert_close(signal.aux_BSA[b, own], aux[0], rtol=1e-3, atol=1e-4)
-                assert_close(signal.hidden_BST[b, own], out.hidden_states[-1][0], rtol=1e-3, atol=1e-4)

@@ -395,11 +395,6 @@ def test_python_use(tmp_path: Path) -> None:
     assert latest_complete(tmp_path) == tmp_path / "checkpoint-3"
 
 
-def test_a_model_in_place_of_a_target(tmp_path: Path) -> None:
-    trainer = DraftTrainer(fresh(), MODEL, arguments(tmp_path), train_dataset=ROWS)
-    assert trainer.target.aux_layers == (2, 4, 5)
-
-
 WRONG: Mapping[str, tuple[dict[str, Any], str]] = {
     "another width": ({"target": tiny_target(hidden=64)}, "hidden_size: the draft expects 32, the target has 64"),
     "another vocabulary": ({"target": tiny_target(vocab=60)}, "vocab_size: the draft expects 50, the target has 60"),
