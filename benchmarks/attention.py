@@ -3,15 +3,13 @@
 `python benchmarks/attention.py [LENGTH ...]`: one JSON object, ratios within one run; each measurement is a process of its own, one thread.
 """
 
-import ctypes
-import gc
 import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
+from loss import forget_peak, status
 from torch import Tensor
 
 from foredraft.draft.attention import Unrolled
@@ -48,18 +46,9 @@ def measure(variant: str, length: int) -> None:
         torch.autograd.grad(attend(pattern, q, keys, values).sum(), [q, *entries])
 
     step()
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before, start = _resident("VmRSS"), time.process_time()
+    before, start = forget_peak(), time.process_time()
     step()
-    print(time.process_time() - start, _resident("VmHWM") - before)
-
-
-def _resident(field: str) -> float:
-    """MB, of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+    print(time.process_time() - start, status("VmHWM") - before)
 
 
 def main(lengths: list[int]) -> None:

@@ -65,14 +65,19 @@ def status(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
+def forget_peak() -> float:
+    """What is resident now, MB, given back and counted anew."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
 def peak(o: argparse.Namespace, variant: str) -> float:
     """How far the resident set grows over a second step, MB: what lives within it, less the gradients that it leaves."""
     step = build(o, variant)
     step()
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
+    before = forget_peak()
     step()
     return status("VmHWM") - before
 

@@ -326,10 +326,8 @@ class TestTrain:
     @pytest.mark.parametrize(
         ("override", "error"),
         [
-            ("algoritm=eagle3", "unknown option 'algoritm'; did you mean 'algorithm'?"),
             ("algorithm=eagel3", "unknown algorithm 'eagel3'; did you mean 'eagle3'?"),
             ("algorithm=3", "algorithm=3: Input should be a valid string"),
-            ("training.learning_rat=1", "unknown training argument 'learning_rat'; did you mean 'learning_rate'?"),
             ("training=3", "training=3: Input should be a valid dictionary"),
             ("options=3", "options=3: Input should be a valid dictionary"),
             ("target_dtype=float8", "target_dtype='float8': Input should be 'auto'"),
@@ -338,11 +336,7 @@ class TestTrain:
             ("target.x=1", "override 'target.x=1': 'target' holds a value, no keys"),
             ("data.train=[", "override 'data.train=[': '[' is no YAML value"),
             ("training.eval_strategy=sometimes", "training arguments: sometimes is not a valid IntervalStrategy"),
-            ("target=/no/such/target", "no target or draft at '/no/such/target': no such directory"),
-            ("data.train=missing.jsonl", "data 'missing.jsonl': no such file"),
             ("data.held_out=12", "cannot hold out 12 of the 12 conversations"),
-            ("draft_vocab_size=301", "draft_vocab_size=301 does not fit the target's vocabulary of 300"),
-            ("aux_layers=[1, 2, 8]", "[8] lie outside 1..7"),
         ],
     )
     def test_bad_overrides(self, command: Command, work: Path, tmp_path: Path, override: str, error: str) -> None:

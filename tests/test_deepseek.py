@@ -128,8 +128,8 @@ def test_kimi_k25_has_a_deepseek_inside() -> None:
     assert torch.equal(generate(model, draft, ids, max_new_tokens=8, pad_token_id=0), plain)
 
 
-def test_config_and_tensors_are_what_engines_read(tmp_path: Path) -> None:
-    """Names, shapes and fields of an `Eagle3DeepseekV2ForCausalLM`."""
+def test_the_config_is_what_engines_read(tmp_path: Path) -> None:
+    """Of an `Eagle3DeepseekV2ForCausalLM`; its tensors' names are the kit's to check."""
     draft = draft_for(target(CONFIGS["Kimi-K2"]), "deepseek_v3")
     save_draft(draft, tmp_path / "draft")
     fields = json.loads((tmp_path / "draft" / "config.json").read_text())
@@ -145,24 +145,6 @@ def test_config_and_tensors_are_what_engines_read(tmp_path: Path) -> None:
     }
     assert {name: fields[name] for name in wanted} == wanted
     assert fields["rope_scaling"]["mscale_all_dim"] == 1.0
-    shapes = {name: tuple(p.shape) for name, p in draft.layers[0].self_attn.named_parameters()}
-    assert shapes == {
-        "q_a_proj.weight": (12, 64),
-        "q_a_layernorm.weight": (12,),
-        "q_b_proj.weight": (48, 12),
-        "kv_a_proj_with_mqa.weight": (20, 64),
-        "kv_a_layernorm.weight": (16,),
-        "kv_b_proj.weight": (64, 16),
-        "o_proj.weight": (32, 32),
-    }
-    assert {n for n in draft.state_dict() if "self_attn" not in n} == {
-        "embed_tokens.weight",
-        "fc.weight",
-        "norm.weight",
-        "lm_head.weight",
-        *(f"layers.0.{norm}.weight" for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
-        *(f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
-    }
 
 
 def step(model: Any, draft: Any, rows: list[dict[str, Any]], counts: Tensor | None = None) -> Tensor:

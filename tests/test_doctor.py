@@ -989,13 +989,9 @@ def test_a_peer_s_draft_is_measured_as_deep_as_all_train(served: Path) -> None:
     assert found[-1].found.endswith("3 tokens drafted at most")
 
 
-def test_a_draft_that_cannot_be_loaded_is_not_measured(served: Path) -> None:
-    broken = rewritten(served / "draft", served / "broken", dropping("fc.weight"))
-    assert [f.id for f in Runner().findings(open_subject(broken, served / "target"))] == ["acceptance-unmeasured"]
-
-
-def test_quantised_weights_are_not_measured(served: Path) -> None:
-    broken = rewritten(served / "draft", served / "broken", filling("fc.weight", lambda t: (100 * t).to(torch.int8)))
+@pytest.mark.parametrize("change", [dropping("fc.weight"), filling("fc.weight", lambda t: (100 * t).to(torch.int8))])
+def test_what_cannot_be_loaded_is_not_measured(change: Break, served: Path) -> None:
+    broken = rewritten(served / "draft", served / "broken", change)
     assert [f.id for f in Runner().findings(open_subject(broken, served / "target"))] == ["acceptance-unmeasured"]
 
 

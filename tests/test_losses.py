@@ -9,8 +9,10 @@ import torch
 from tiny import tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor, nn
 from torch.testing import assert_close
+from transformers import CONFIG_MAPPING
 
 from foredraft import ForedraftError, Target
+from foredraft.decoding.families import tiny_model
 from foredraft.draft.vocabulary import choose_vocabulary, count_tokens
 from foredraft.loss import Teacher, estimated_tau, reference, step_weights
 
@@ -200,6 +202,13 @@ class TestVocabulary:
 
 
 class TestHead:
+    @torch.no_grad()
+    def test_a_scale_that_the_model_around_leaves_out(self) -> None:
+        """Of the text model within (Aya Vision); test_adapters.py has other heads."""
+        model = tiny_model(CONFIG_MAPPING["aya_vision"]).eval()
+        target, ids = Target(model, (1,)), torch.randint(3, 50, (2, 7))
+        assert_close(target.head(target.decoder(ids).last_hidden_state), model(ids).logits, rtol=1e-5, atol=1e-5)
+
     def test_an_unknown_head_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_target(layers=2)
         forward = model.forward
