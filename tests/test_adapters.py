@@ -255,6 +255,10 @@ class TestGeneric:
         assert GroupedQueryDraft.assumed(groups) == [
             f"{name}: the target's config names none" for name in ("rope_theta 10000", "intermediate_size 128", "rms_norm_eps 1e-06")
         ]
+        for width, heads in ((768, 12), (96, 3)):  # of a target without attention
+            none = PretrainedConfig(hidden_size=width)
+            assert GroupedQueryDraft.shape(none)["num_attention_heads"] == GroupedQueryDraft.shape(none)["num_key_value_heads"] == heads
+            assert f"num_attention_heads {heads}: the target's config names none" in GroupedQueryDraft.assumed(none)
 
     def test_a_family_whose_layers_lie(self) -> None:
         """What the hooks see must be what the model calls its hidden states."""

@@ -117,8 +117,8 @@ class TestFromATarget:
         [
             ({"model_type": "llamma"}, r"(?s)no adapter for targets of model_type 'llamma'; did you mean 'llama'.*to add one"),
             (
-                {"model_type": "mamba"},
-                r"(?s)no adapter for targets of model_type 'mamba'.*adapter 'generic' cannot take it: its config names no attention heads",
+                {"model_type": "bart"},
+                r"(?s)no adapter for targets of model_type 'bart'.*adapter 'generic' cannot take it: it is an encoder with a decoder",
             ),
             ({"hidden_size": 3}, r"needs a model_type, found the fields \['hidden_size'\]"),
         ],

@@ -21,7 +21,7 @@ FAST = ("zamba2", "recurrent_gemma", "minimax")
 # Convolutions, which can be cut (lfm2); a list of states (rwkv); several states in a layer (qwen4_exp); compressors (deepseek_v4).
 SLOW = ("lfm2_moe", "rwkv", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "kimi_linear", "falcon_h1", "bamba")
 SLOW += ("granitemoehybrid", "olmo_hybrid", "lfm2", "nemotron_h", "deepseek_v4", "glm5_next", "zaya", "mamba2")
-SLOW += ("jamba", "zamba", "mamba", "falcon_mamba")  # Mamba-1, read token by token
+SLOW += ("jamba", "zamba", "mamba", "falcon_mamba", "xlstm")  # Mamba-1, read token by token; a cache that is none of transformers'
 ROUNDED = [("lfm2", torch.float64), ("falcon_h1", torch.float64), *((family, torch.float32) for family in ("zamba2", *SLOW))]
 FAMILIES = [
     ("zamba2", torch.float64),
@@ -29,7 +29,7 @@ FAMILIES = [
     ("minimax", torch.float32),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in ROUNDED),
 ]
-TRAINED = sorted({*FAST, *SLOW} - {"zamba2", "rwkv", "mamba", "falcon_mamba"})
+TRAINED = sorted({*FAST, *SLOW} - {"zamba2", "rwkv"})
 IDS = torch.tensor([[3, 9, 4, 3, 9, 4, 8, 5]])
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 24}
 

@@ -16,7 +16,6 @@ from ..auto import auto_draft
 from ..contracts.algorithm import AlgorithmBase, Choose, DrafterBase
 from ..contracts.draft import DraftModel
 from ..data import DraftCollator
-from ..draft.grouped_query import field_of
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError, nearest
 from ..registry import Registry, default_registry
@@ -45,8 +44,6 @@ class Verdict:
 def objection(target: PretrainedConfig) -> str | None:
     """Why a target with this config cannot be drafted for, as far as a tiny model of its family shows; None if it can."""
     family: Any = type(target if type(target) in MODEL_FOR_MULTIMODAL_LM_MAPPING else target.get_text_config())
-    if field_of(target.get_text_config(), "num_attention_heads") is None:
-        return "its config names no attention heads, whose number and width a draft takes over"
     with torch.device("cpu"):  # the draft may be planned on the meta device
         return _objection(family)
 

@@ -69,6 +69,8 @@ SMALL: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "lru_width": 32,
+    "qk_dim_factor": 2.0,
+    "v_dim_factor": 2.0,
     "attention_window_size": 8,
     "num_experts_per_token": 2,
     "num_shared_experts": 1,

@@ -1,6 +1,7 @@
 """`GroupedQueryDraft`: the Llama-shaped draft that most adapters offer, with Qwen3's norms on queries and keys where they are asked for."""
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ class GroupedQueryDraft(BaseDraft):
     def shape(cls, target: PretrainedConfig) -> dict[str, Any]:
         """The target's own dimensions, without biases (engines' fused projections have none) and with the one activation they know."""
 
-        hidden, heads = target.hidden_size, field_of(target, "num_attention_heads")
+        hidden = target.hidden_size
+        heads = field_of(target, "num_attention_heads") or _heads(hidden)
         grouped = heads // (getattr(target, "num_key_value_groups", None) or 1)
         head_dim = field_of(target, "head_dim") or hidden // heads
         rope = rope_of(target, head_dim)
@@ -118,12 +120,17 @@ class GroupedQueryDraft(BaseDraft):
         """What its config names under none of the known names, and an attention that is not the target's."""
         rope = _full_attention(getattr(target, "rope_parameters", None) or {})
         named = {"rope_theta": rope.get("rope_theta") or field_of(target, "rope_theta")}
-        named |= {name: field_of(target, name) for name in ("intermediate_size", "rms_norm_eps")}
-        values = {**ASSUMED, "intermediate_size": 4 * target.hidden_size}
+        named |= {name: field_of(target, name) for name in ("intermediate_size", "rms_norm_eps", "num_attention_heads")}
+        values = {**ASSUMED, "intermediate_size": 4 * target.hidden_size, "num_attention_heads": _heads(target.hidden_size)}
         latent = getattr(target, "kv_lora_rank", None)
         return [f"{name} {values[name]:g}: the target's config names none" for name, value in named.items() if value is None] + (
             ["grouped-query attention, where the target's is latent: engines serve no latent draft behind this family"] if latent else []
         )
+
+
+def _heads(hidden: int) -> int:
+    """Of a target without attention: heads of 64 features, or of as large a power of two as fits."""
+    return hidden // gcd(hidden, 64)
 
 
 def rope_of(target: PretrainedConfig, head_dim: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def layer_weights(layer: nn.Module, scaled: bool = True) -> dict[str, Tensor]:
     for name, module in layer.named_modules():
         own = own_tensors(module)
         if scaled and "Norm" in type(module).__name__ and getattr(own.get("weight"), "ndim", 0) == 1:
-            with suppress(TypeError, AttributeError):  # a norm with a gate, of linear attention: no part of a draft
+            with suppress(TypeError, AttributeError, ValueError):  # one with a gate, or of heads, in linear attention: no part of a draft
                 own["weight"] = norm_scale(module)
         elif hasattr(module, "in_features"):
             own["weight"] = matrix_of(module, dtype)
