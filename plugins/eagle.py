@@ -42,6 +42,8 @@ class Eagle(AlgorithmBase[EagleOptions]):
     name = "eagle"
     summary = "autoregressive draft of the target's next state, under the target's head (EAGLE-1, EAGLE-2, HASS)"
 
+    told_by = frozenset({"fc.weight"})  # it has nothing that the others lack
+
     Options = EagleOptions
 
     @property

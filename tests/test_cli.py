@@ -435,7 +435,7 @@ class TestDecode:
             (("generate", "hi", *target, *lookup, "--tree", "2,2,4"), "drafts by algorithm 'prompt_lookup' grow no trees"),
             (("generate", "hi", *target, "--algorithm", "eagle3"), "algorithm 'eagle3' drafts with a model"),
             (("generate", "hi", *target), "who drafts? Pass --draft DIRECTORY, or --algorithm NAME"),
-            (("generate", "hi", *target, *lookup, "--draft", work), "who drafts?"),
+            (("generate", "hi", *target, "--draft", work, "max_ngram=2"), "who drafts?"),
             (("eval", *target, *prompts, *lookup, "--record"), "there is none without --draft"),
         ):
             assert expected in command.fails(*arguments), arguments

@@ -23,6 +23,9 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash": ("dflash", {"block_size": 4, "num_layers": 2}),
     "dpace": ("dflash", {"block_size": 4, "num_layers": 2, "weighting": "dpace"}),
     "medusa": ("medusa", {"num_heads": 3}),
+    "served": ("medusa", {"num_heads": 2, "served": True}),
+    "eagle": ("eagle", {"ttt_steps": 2}),
+    "mtp": ("mtp", {"head": "mimo"}),
 }
 
 

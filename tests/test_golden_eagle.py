@@ -1,18 +1,23 @@
 """EAGLE-1 against recorded outputs of NeMo Automodel (see golden/README.md), whose form has two norms that engines' has not."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from recorded import Recorded
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import LlamaConfig
 
-from foredraft import auto_draft
+from foredraft import ForedraftError, auto_draft
 from foredraft.contracts import Signal
 from foredraft.contracts.algorithm import Plan
 from foredraft.draft import Summed
+from foredraft.formats import import_draft
 from foredraft.plugins.eagle import Eagle
 
 CONFIG = LlamaConfig(
@@ -56,3 +61,31 @@ def test_states_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gradients.keys() == theirs.keys()
     for name, gradient in gradients.items():
         assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"gradient of {name}: {m}")
+
+
+NORMS = ("layers.0.input_layernorm.weight", "norm.weight")
+
+
+def test_a_peer_s_file(tmp_path: Path) -> None:
+    """As vLLM reads it, under either beginning; what that form has not is refused by name, NeMo's norms and the first drafts' bias."""
+    tiny_model(CONFIG).save_pretrained(tmp_path / "target")
+    sound = {name: t for name, t in Recorded("nemo_eagle1").ours("weights").items() if name not in (*NORMS, "embed_tokens.weight")}
+    fields = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+
+    def imported(number: int, tensors: dict[str, torch.Tensor]) -> Any:
+        folder = tmp_path / f"theirs{number}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(fields))
+        save_file(tensors, folder / "model.safetensors")
+        return import_draft(folder, tmp_path / f"ours{number}", str(tmp_path / "target"))
+
+    for number, beginning in enumerate(("", "model.")):
+        done = imported(number, {beginning + name: tensor for name, tensor in sound.items()})
+        assert (done.algorithm, done.notes) == ("eagle", ())
+        read = load_file(done.path / "model.safetensors")
+        assert all(torch.equal(read[name], sound[name]) for name in read)
+        assert {"fc.weight", "layers.0.mlp.up_proj.weight"} < read.keys()
+        assert auto_draft(done.path).config.aux_layers == (CONFIG.num_hidden_layers,)
+    for number, (name, shape) in enumerate([(NORMS[0], 32), (NORMS[1], 32), ("fc.bias", 32)], start=2):
+        with pytest.raises(ForedraftError, match=f"unexpected: .*{name}"):
+            imported(number, {**sound, name: torch.ones(shape)})

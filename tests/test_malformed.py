@@ -35,6 +35,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "dflash": lambda: tiny_draft(tiny_target(), "dflash", num_layers=2, block_size=4, anchors=16),
     "peagle": lambda: tiny_draft(tiny_target(), "peagle", num_layers=2, draft_vocab_size=20, num_depths=2),
     "medusa": lambda: tiny_draft(tiny_target(), "medusa"),
+    "served": lambda: tiny_draft(tiny_target(), "medusa", served=True),
+    "eagle": lambda: tiny_draft(tiny_target(), "eagle"),
+    "mtp": lambda: tiny_draft(tiny_target(), "mtp", layers_of="llama"),
 }
 MISSING = object()
 NESTED: Any = [{"a": [[{"b": None}]]}]

@@ -58,6 +58,16 @@ MinConfidenceOption = Annotated[
     ),
 ]
 
+MinAcceptanceOption = Annotated[
+    float,
+    typer.Option(
+        "--min-acceptance",
+        min=0,
+        max=0.999,
+        help="draft only as many tokens as would, at the rate of the latest rounds, be accepted whole with this chance; 0: no matter",
+    ),
+]
+
 
 def loads_target(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with the fields of its `Repository`, `Loading` or `Rendering` as options, handed to it as `loading`."""

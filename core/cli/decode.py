@@ -17,6 +17,7 @@ from .common import (
     EngineArgumentsOption,
     EngineOption,
     LossyOption,
+    MinAcceptanceOption,
     MinConfidenceOption,
     StrictOption,
     TargetOption,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 DraftOption = Annotated[str | None, typer.Option("--draft", help="directory or hub id of the draft")]
 AlgorithmOption = Annotated[
-    str | None, typer.Option("--algorithm", help="in place of a draft, an algorithm that needs none: prompt_lookup, suffix")
+    str | None, typer.Option("--algorithm", help="an algorithm that needs no draft: prompt_lookup, suffix; with --draft it is asked first")
 ]
 OptionsArgument = Annotated[list[str] | None, typer.Argument(help="key=value: options of that algorithm (`foredraft info NAME`)")]
 TreeOption = Annotated[
@@ -55,6 +56,7 @@ def generate(
     num_draft_tokens: DraftTokensOption = None,
     tree: TreeOption = None,
     min_confidence: MinConfidenceOption = 0.0,
+    min_acceptance: MinAcceptanceOption = 0.0,
     lossy: LossyOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
@@ -72,7 +74,7 @@ def generate(
     from ..decoding.generate import algorithm_and_draft
 
     problems: list[str] = []
-    found, shape = _chosen(draft, algorithm, options, tree, dtype, problems)
+    found, first, shape = _chosen(draft, algorithm, options, tree, dtype, problems)
     rule = _rule(lossy, problems)
     _raise(problems)
     asked = conversation_of({"prompt": prompt, **({"images": image} if image else {})})
@@ -93,6 +95,8 @@ def generate(
         num_draft_tokens=chain,
         tree=shape,
         min_confidence=min_confidence,
+        min_acceptance=min_acceptance,
+        first=first,
         lossy=rule,
         stats=stats,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
@@ -118,6 +122,7 @@ def evaluate(
     num_draft_tokens: DraftTokensOption = None,
     tree: TreeOption = None,
     min_confidence: MinConfidenceOption = 0.0,
+    min_acceptance: MinAcceptanceOption = 0.0,
     lossy: LossyOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
@@ -147,14 +152,14 @@ def evaluate(
     if served:
         with gathering(problems):
             loads = parse_loads(concurrency)
-        if algorithm or options or tree or record or min_confidence or lossy:
-            surplus = "--algorithm and its options, --tree, --min-confidence, --lossy and --record"
+        if algorithm or options or tree or record or min_confidence or min_acceptance or lossy:
+            surplus = "--algorithm and its options, --tree, --min-confidence, --min-acceptance, --lossy and --record"
             problems.append(f"a server is measured with its own --draft: leave out {surplus}")
         if engine is not None and (target is None or draft is None):
             problems.append("--engine starts a server for --target and --draft: name both; --base-url measures one that runs")
     elif target is None:
         problems.append("whose draft? Pass --target DIRECTORY, or --base-url of a server")
-    found, shape = _chosen(draft, *(None, None) if served else (algorithm, options), tree, dtype, problems, needed=not served)
+    found, first, shape = _chosen(draft, *(None, None) if served else (algorithm, options), tree, dtype, problems, needed=not served)
     problems += _unrecordable(draft) if record and not served else []
     if (rule := _rule(lossy, problems)) and record:
         problems.append("--record notes the τ of a draft that changes no output: leave out --lossy")
@@ -169,7 +174,8 @@ def evaluate(
         return
     model, reader = load_target(str(target), dtype, loading, seeing)
     drafter = load_draft_for(found, model) if isinstance(found, Path) else found
-    results = _measured(model, drafter, reader, questions, tree=shape, min_confidence=min_confidence, lossy=rule, baseline=baseline, **how)
+    how |= {"tree": shape, "first": first, "min_confidence": min_confidence, "min_acceptance": min_acceptance, "lossy": rule}
+    results = _measured(model, drafter, reader, questions, baseline=baseline, **how)
     for name, result in results.items():
         result.settings |= {"prompts": name, **loading.model_dump(include={"chat_template", "template_kwargs"}, exclude_none=True)}
     _tell(results, out, found if record else None)
@@ -238,19 +244,19 @@ def _chosen(
     dtype: str,
     problems: list[str],
     needed: bool = True,
-) -> "tuple[Path | DrafterBase | None, TreeShape | None]":
-    """Who drafts, in which shape; adds to `problems` what is wrong with that. Where none is `needed`, a named draft is found."""
+) -> "tuple[Path | DrafterBase | None, DrafterBase | None, TreeShape | None]":
+    """Who drafts, who is asked first, in which shape; adds to `problems` what is wrong. Where none is `needed`, a named draft is found."""
     from ..decoding import TreeShape
 
-    found, shape = None, None
+    found, first, shape = None, None, None
     with gathering(problems):
         check_dtype(dtype)
     with gathering(problems):
         shape = TreeShape.parse(tree) if tree else None
     if needed or draft is not None:
         with gathering(problems):
-            found = _found(draft, algorithm, options)
-    return found, shape
+            found, first = _found(draft, algorithm, options)
+    return found, first, shape
 
 
 def _raise(problems: list[str]) -> None:
@@ -258,15 +264,20 @@ def _raise(problems: list[str]) -> None:
         raise ForedraftError("\n".join(problems))
 
 
-def _found(draft: str | None, algorithm: str | None, options: list[str] | None) -> "Path | DrafterBase":
-    """The draft's directory, or the algorithm that needs none. Raises `ForedraftError` unless it is one of them."""
-    from ..decoding.generate import algorithm_and_draft
+def _found(draft: str | None, algorithm: str | None, options: list[str] | None) -> "tuple[Path | DrafterBase, DrafterBase | None]":
+    """The draft's directory or the algorithm that needs none, or both: that which is asked first is the second then.
+
+    Raises `ForedraftError` where neither is named, or options of no algorithm.
+    """
+    from ..decoding.generate import without_model
     from ..files.hub import find_draft
     from ..registry import default_registry
     from ..training.settings import parse_options
 
-    if draft is not None and not (algorithm or options):
-        return find_draft(draft)
-    if draft is not None or algorithm is None:
-        raise ForedraftError("who drafts? Pass --draft DIRECTORY, or --algorithm NAME [key=value ...] for one that needs no draft")
-    return algorithm_and_draft(default_registry().make_algorithm(algorithm, parse_options(options or [])))[0]
+    if not algorithm and (draft is None or options):
+        raise ForedraftError("who drafts? Pass --draft DIRECTORY, or --algorithm NAME [key=value ...] for one that needs no draft, or both")
+    how = without_model(default_registry().make_algorithm(algorithm, parse_options(options or []))) if algorithm else None
+    if draft is not None:
+        return find_draft(draft), how
+    assert how is not None
+    return how, None

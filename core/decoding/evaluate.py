@@ -17,7 +17,7 @@ from ..data.images import images_in
 from ..data.records import folder_of
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from .generate import algorithm_and_draft, generate
+from .generate import algorithm_and_draft, generate, without_model
 from .loop import DraftingStats
 from .tree import TreeShape
 from .verification import Lossy
@@ -117,6 +117,8 @@ def evaluate(
     num_draft_tokens: int | None = None,
     tree: TreeShape | None = None,
     min_confidence: float = 0.0,
+    min_acceptance: float = 0.0,
+    first: DrafterBase | str | None = None,
     lossy: Lossy | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -126,7 +128,7 @@ def evaluate(
 ) -> Evaluation:
     """Generate for every prompt with the draft and, with `baseline`, without it, in turn, so that both meet the same machine.
 
-    `draft`, `tree`, `min_confidence`, `lossy` as in `generate`. τ is micro-averaged over all prompts. `temperature` 0 is greedy;
+    `draft`, `tree` and all down to `lossy` as in `generate`. τ is micro-averaged over all prompts. `temperature` 0 is greedy;
     `progress`, if given, is called after each prompt. Prompts with images need the target's processor as `tokenizer`. Raises what
     `generate` raises, and `ForedraftError` for prompts that are no lists of messages.
     """
@@ -135,7 +137,9 @@ def evaluate(
     num_draft_tokens = tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer_of(tokenizer).pad_token_id or 0, **sampling(temperature)}
     stats, different = DraftingStats(), []
-    how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "tree": tree, "min_confidence": min_confidence, "lossy": lossy}
+    length = {"num_draft_tokens": num_draft_tokens, "min_confidence": min_confidence, "min_acceptance": min_acceptance}
+    ahead = None if first is None else without_model(first)
+    how: dict[str, Any] = {**length, "tree": tree, "first": ahead, "lossy": lossy}
     drafted, plain = _Timed(partial(generate, target, draft, **how)), _Timed(target.generate)
     asked = [encode(tokenizer, prompt, target) for prompt in prompts]  # what the chat template refuses is told before hours of work
     for timed in (drafted, plain):
@@ -160,8 +164,9 @@ def evaluate(
         settings={
             "algorithm": algorithm.name,
             "shape": str(tree or "chain"),
-            "num_draft_tokens": tree.num_nodes if tree else num_draft_tokens,
-            "min_confidence": min_confidence,
+            **length,
+            **({"num_draft_tokens": tree.num_nodes} if tree else {}),
+            **({"first": ahead.name} if ahead else {}),
             **({"lossy": str(lossy)} if lossy else {}),
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,

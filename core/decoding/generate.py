@@ -27,6 +27,8 @@ def generate(
     num_draft_tokens: int | None = None,
     tree: TreeShape | None = None,
     min_confidence: float = 0.0,
+    min_acceptance: float = 0.0,
+    first: DrafterBase | str | None = None,
     lossy: Lossy | None = None,
     stats: DraftingStats | None = None,
     stopping_criteria: StoppingCriteriaList | list[StoppingCriteria] | None = None,
@@ -42,7 +44,9 @@ def generate(
     Images come as `target.generate` takes them: all that its processor makes of a prompt, by name.
     `num_draft_tokens` are drafted per pass of the target, as a chain (default: all that the draft makes at once, else 4); with
     `tree`, a tree of that shape in their place. A draft ends earlier where, by its own probabilities (DSpark: its confidence head's), all
-    up to the next token would be accepted with less than `min_confidence`; of a tree the branches do. `stats` collects what was accepted.
+    up to the next token would be accepted with less than `min_confidence`; of a tree the branches do. With `min_acceptance`
+    it is only as long as, at the rate at which tokens were accepted lately, is accepted whole with that chance. `first` names an algorithm
+    without weights that drafts in the draft's place where it finds something in the text. `stats` collects what was accepted.
     With `lossy` the output is no longer the target's: see `Lossy`.
 
     Raises `ForedraftError` if the draft was made for a target of another shape, or for what is not supported: more tokens than
@@ -65,9 +69,9 @@ def generate(
         if tokenizer is None:
             raise ForedraftError("stop_strings need the tokenizer: generate(..., stop_strings=..., tokenizer=tokenizer)")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    loop = DecodingLoop(
-        algorithm, model, num_draft_tokens, tree, stats if stats is not None else DraftingStats(), streamer, min_confidence, lossy
-    )
+    stats = stats if stats is not None else DraftingStats()
+    ahead = None if first is None else without_model(first)
+    loop = DecodingLoop(algorithm, model, num_draft_tokens, tree, stats, streamer, min_confidence, lossy, min_acceptance, ahead)
     try:
         return target.generate(input_ids, custom_generate=loop, stopping_criteria=criteria, streamer=streamer, **kwargs)
     finally:
@@ -86,6 +90,16 @@ def algorithm_and_draft(draft: BaseDraft | DrafterBase | str) -> tuple[DrafterBa
             f"algorithm '{how.name}' drafts with a model: name a draft by it in its place, as of auto_draft(...) or --draft DIRECTORY"
         )
     return (how, None) if isinstance(how, DrafterBase) else (how.algorithm, how)
+
+
+def without_model(how: DrafterBase | str) -> DrafterBase:
+    """An algorithm that needs no draft, by its name or as it is. Raises `ForedraftError` for any other."""
+    algorithm, model = algorithm_and_draft(how)
+    if model is not None:
+        raise ForedraftError(
+            f"first is a draft by '{algorithm.name}': only what reads the text alone is asked first, such as prompt_lookup"
+        )
+    return algorithm
 
 
 def _check_ids(target: PreTrainedModel, input_ids: Any) -> None:

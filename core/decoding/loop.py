@@ -1,5 +1,6 @@
 """The decoding loop: what a drafter proposes (a chain, a block or a tree) is verified in one pass of the target."""
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from ..contracts.algorithm import DrafterBase
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..target.capture import AuxCapture
+from .ahead import AskedFirst, Recent
 from .states import MOST_REPLAYED, TextCache
 from .tree import DraftTree, TreeDrafter, TreeShape
 from .verification import Lossy, check_target, choose_token, grouped_attention
@@ -42,14 +44,21 @@ class DecodingLoop:
         streamer: BaseStreamer | None,
         min_confidence: float = 0.0,
         lossy: Lossy | None = None,
+        min_acceptance: float = 0.0,
+        first: DrafterBase | None = None,
     ):
         if not 0 <= min_confidence < 1:
             raise ForedraftError(f"min_confidence={min_confidence}: a probability from 0 (drafts are as long as asked for) to below 1")
         self.drafter: Any = algorithm.drafter(draft)
         if tree is not None and not isinstance(self.drafter, TreeDrafter):
             raise ForedraftError(f"drafts by algorithm '{algorithm.name}' grow no trees: leave tree out, for a chain")
+        if first is not None:
+            if tree is not None:
+                raise ForedraftError(f"'{first.name}' is asked before a chain: leave tree out, or first")
+            self.drafter = AskedFirst(first, self.drafter, num_tokens)
+            num_tokens = self.drafter.most
         self.draft, self.num_tokens, self.tree, self.stats, self.streamer = draft, num_tokens, tree, stats, streamer
-        self.min_confidence, self.lossy = min_confidence, lossy
+        self.min_confidence, self.lossy, self.recent = min_confidence, lossy, Recent(min_acceptance)
 
     def __call__(
         self,
@@ -88,6 +97,7 @@ class DecodingLoop:
                     outputs = model(**self._inputs(drafted, fed, outputs, kwargs), return_dict=True)
                 rows, finished = self._follow(drafted, outputs)
                 cache.keep(outputs, rows, fed, len(drafted.tokens))
+                self.recent.add(drafted.deepest, len(rows) - 1)
                 self.stats.add(reach, len(rows) - 1, proposed - began, time.perf_counter() - proposed)
                 seen = [fed - 1 + row for row in rows]
         if self.streamer is not None:
@@ -109,10 +119,12 @@ class DecodingLoop:
         chooser = Chooser(self.ids, self.processors, self.config.do_sample, draft_ids_W, vocab_size, self.min_confidence)
         ids_L, aux_1NA = self.ids[0].to(device), aux_1NA.to(device)
         if self.tree is None:
-            tokens, logits = self.drafter.propose(ids_L, aux_1NA, min(self.num_tokens, room), chooser)
+            tokens, logits = self.drafter.propose(ids_L, aux_1NA, self.recent.length(min(self.num_tokens, room)), chooser)
             return DraftTree(tokens, list(range(len(tokens))), logits), len(tokens)
         least = max(self.tree.min_confidence, self.min_confidence)
-        shape = self.tree.model_copy(update={"depth": min(self.tree.depth, room), "min_confidence": least})
+        depth = self.recent.length(min(self.tree.depth, room))
+        nodes = math.ceil(self.tree.num_nodes * depth / min(self.tree.depth, room))
+        shape = self.tree.model_copy(update={"depth": depth, "num_nodes": nodes, "min_confidence": least})
         return self.drafter.propose_tree(ids_L, aux_1NA, shape, chooser.rank), shape.depth
 
     def _inputs(self, drafted: DraftTree, fed: int, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

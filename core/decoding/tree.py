@@ -83,6 +83,11 @@ class DraftTree:
         """[N + 1] the distance of each row from the root."""
         return self.visible.sum(-1) - 1
 
+    @property
+    def deepest(self) -> int:
+        """How many tokens of it could be accepted at most."""
+        return len(self.tokens) if self.is_chain else int(self.depths.max())
+
     @cached_property
     def children(self) -> dict[tuple[int, int], int]:
         """From a row and a token to the row of its child with that token."""

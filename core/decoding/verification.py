@@ -31,8 +31,9 @@ class Lossy(Frozen):
     """Rules that accept more than the target itself would have said: the output is NOT the target's any more. Off unless asked for.
 
     One of the two. `lenience` l: a drafted token is accepted with probability min(1, p / (l·q)), greedily where p is at least l times
-    the target's likeliest; no token comes with more than p / l (arXiv:2211.17192, appendix A.5). `typical` ε, δ: one is accepted where
-    p exceeds min(ε, δ·exp(-H(p))), H the target's entropy there (arXiv:2401.10774, section 2.3.1).
+    the target's likeliest; no token comes with more than p / l (after arXiv:2211.17192, appendix A.5; what is drawn after a rejection is of
+    p - l·q here). `typical` ε, δ: one is accepted where p exceeds min(ε, δ·exp(-H(p))), H the target's entropy there (arXiv:2401.10774, on
+    typical acceptance).
     """
 
     lenience: float | None = Field(default=None, gt=0, lt=1)

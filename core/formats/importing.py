@@ -124,7 +124,7 @@ class _Import:
         method, cls = self.algorithm(), self.adapter()
         aux_layers = self.fields.aux_layers
         config = cls.make_config(self.target_config, method, aux_layers, self.fields.draft_vocab_size)
-        if aux_layers is None:
+        if aux_layers is None and not config.spec.final:
             self.notes.append(f"it names no aux layers: taken are the usual ones, {list(config.aux_layers)} (hidden_states indices)")
         if self.reads_context and not config.spec.layers_of:  # else the target's config says it
             config.update(self.geometry())
