@@ -54,6 +54,10 @@ class MedusaModel(FormatBase):
         if other:
             breaks = "vLLM takes every field with such a name for the number of heads, or of blocks"
             found.append(error("medusa-counts", f"{', '.join(sorted(other))} beside num_heads", breaks, "leave them out"))
+        if not {"lm_head.weight", "lm_heads.0.weight"} & draft.tensors.keys():
+            found.append(
+                error("medusa-lm-head", "there is no vocabulary head", "vLLM fails while it loads", "copy it from the training's file")
+            )
         blocks = {int(match[1]) for name in draft.tensors if (match := HEADS.fullmatch(name))}
         if len(blocks) != config.get("num_heads", 5):
             text = f"num_heads is {config.get('num_heads', 5)}, the file holds {len(blocks)}"

@@ -134,19 +134,24 @@ class MTP(AlgorithmBase[MTPOptions]):
 
     @classmethod
     def findings(cls, draft: Files) -> list[Finding]:
-        """The trap of this kind of draft: the state before the target's final norm in place of that after it, or the other way round."""
+        """The traps of this kind of draft: the state before the target's final norm in place of that after it, or another family's form."""
         made = draft.config.get("foredraft")
         if not isinstance(made, Mapping) or made.get("algorithm") != cls.name:
             return []
         try:
             form, layers = made["options"].get("head") or "qwen", made["target"]["num_hidden_layers"]
             read, wanted = draft.config["eagle_aux_hidden_state_layer_ids"], [BEFORE_NORM if HEADS[form].before_norm else layers]
+            theirs = FAMILIES.get(family_in(draft.config.get("target_config") or {}), form)
         except (KeyError, TypeError, AttributeError):
             return []  # told elsewhere
-        if read == wanted:
-            return []
-        text = f"the draft reads the state {read}, heads of the form '{form}' {wanted} ({BEFORE_NORM}: before the final norm)"
-        return [error("mtp-state", text, "engines hand over the other one: few drafts are accepted", f"write {wanted}, and train it so")]
+        found, breaks = [], "engines run it otherwise than it is trained: few drafts are accepted"
+        if theirs != form:
+            text = f"the draft has the form '{form}', its target's family the form '{theirs}'"
+            found.append(error("mtp-head", text, breaks, f"write head: {theirs}, and train it so"))
+        if read != wanted:
+            text = f"the draft reads the state {read}, heads of the form '{form}' {wanted} ({BEFORE_NORM}: before the final norm)"
+            found.append(error("mtp-state", text, breaks, f"write {wanted}, and train it so"))
+        return found
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
         """The slots that serving reaches, see `plan_unrolled`."""
@@ -171,9 +176,15 @@ class MTP(AlgorithmBase[MTPOptions]):
 
 
 def family_of(target: Any) -> str:
-    """The kind of a target's config, as `FAMILIES` has it; MiMo is told by its class, whatever its layers are called."""
-    named = architecture_of({"architectures": getattr(target, "architectures", None)})
-    return "mimo" if named == "MiMoForCausalLM" else str(target.get_text_config().model_type)
+    """The kind of a target's config, as `FAMILIES` has it."""
+    return family_in({"architectures": getattr(target, "architectures", None), "model_type": target.get_text_config().model_type})
+
+
+def family_in(fields: Mapping[str, Any]) -> str:
+    """The same of a `config.json`; MiMo is told by its class, whatever its layers are called."""
+    inner = fields.get("text_config")
+    kind = (inner if isinstance(inner, Mapping) else fields).get("model_type")
+    return "mimo" if architecture_of(fields) == "MiMoForCausalLM" else str(kind)
 
 
 @hookimpl

@@ -50,12 +50,17 @@ class TargetsOwn(FormatBase):
         return {**own, "head": options.head, "layers_of": options.layers_of}
 
     def findings(self, draft: Files) -> list[Finding]:
-        """What vLLM looks for in the config."""
-        inner = draft.config.get("text_config")
-        if any(text.get(name) for text in (inner, draft.config) if isinstance(text, Mapping) for name in COUNTS):
-            return []
-        breaks = "vLLM makes no head, and refuses the method mtp"
-        return [error("mtp-count", f"neither {' nor '.join(COUNTS)} is above 0", breaks, "write 1")]
+        """What vLLM looks for, in the config and beside its layer."""
+        inner, found = draft.config.get("text_config"), []
+        if not any(text.get(name) for text in (inner, draft.config) if isinstance(text, Mapping) for name in COUNTS):
+            breaks = "vLLM makes no head, and refuses the method mtp"
+            found.append(error("mtp-count", f"neither {' nor '.join(COUNTS)} is above 0", breaks, "write 1"))
+        if lacking := sorted((_mtp().told_by | {"norm.weight"}) - {self.rename(name) for name in draft.tensors}):
+            text = f"there is no tensor that ours call {', '.join(lacking)}"
+            found.append(
+                error("mtp-tensors", text, "the head cannot be read, nor run by engines", "copy it from the training's checkpoint")
+            )
+        return found
 
     def refuses(self, config: Config) -> list[str]:
         """Drafts by other algorithms, and heads of targets whose family ships none."""

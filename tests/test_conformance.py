@@ -25,6 +25,7 @@ from foredraft.plugins.hf import Transformers
 from foredraft.plugins.llamacpp import LlamaCpp
 from foredraft.plugins.medusa import Medusa
 from foredraft.plugins.medusa_model import MedusaModel
+from foredraft.plugins.mlp_speculator import MLPSpeculator
 from foredraft.plugins.mtp import MTP
 from foredraft.plugins.mtp_head import TargetsOwn
 from foredraft.plugins.nemo import NeMo
@@ -207,6 +208,10 @@ class TestMedusa(OneMethod):
 
 class TestMedusaAsServed(OneMethod):
     cls, small = Medusa, {"num_heads": 2, "served": True, "num_blocks": 2}
+
+
+class TestMLPSpeculator(OneMethod):
+    cls, small = MLPSpeculator, {"num_stages": 3}
 
 
 class TestWithoutWeights(DrafterTests):

@@ -406,8 +406,8 @@ class TestRefused:
             peer(name, tensors)
 
     def test_what_nobody_wrote(self, tmp_path: Path, target: str) -> None:
-        """EAGLE-1, whose fc reads the embedding beside one state, and no draft at all."""
-        for name, message in (("fc.weight", r"plain writes them, but.*eagle3: fc\.weight, "), ("w", "no draft in a format.*midlayer")):
+        """A model of another kind, and no draft at all."""
+        for name, message in (("model.w", r"nemo writes them, but.*eagle3: fc\.weight, "), ("w", "no draft in a format.*midlayer")):
             theirs = write(tmp_path / name, {"model_type": "llama"}, {name: torch.zeros(64, 128), "layers.0.x": torch.zeros(1)})
             with pytest.raises(ForedraftError, match=rf"(?s){message}.*seen: tensors .*layers\.0\.x.*model_type"):
                 import_draft(theirs, tmp_path / "ours", target)

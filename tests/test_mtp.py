@@ -9,6 +9,7 @@ import torch
 from recorded import Recorded
 from safetensors.torch import load_file, save_file
 from test_conformance import LATENT, TINY
+from test_doctor import AUX, Break, rewritten, serious, setting
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoConfig, Qwen3Config
@@ -118,3 +119,33 @@ def test_the_head_of_a_family(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(fresh.state_dict()[n], t) for n, t in mine.items())
     save_file({n: t for n, t in head.items() if "post_attention" not in n}, tmp_path / "target/mtp.safetensors")
     assert "not the head in its own files, of which layers.0.post_attention_layernorm.weight is not there" in fresh.start_from(model)
+
+
+def halves(config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+    """The two halves of what fc reads in the other order."""
+    state["fc.weight"] = state["fc.weight"].roll(32, dims=1)
+
+
+PLANTED: list[tuple[str, str, Break]] = [
+    ("draft", "mtp-state", lambda c, s: c.update({AUX: [4] if c[AUX] == [-1] else [-1]})),
+    ("draft", "mtp-head", setting("foredraft", "options", "head", value="qwen")),  # the embedding counts at position 0
+    ("draft", "fc-order", halves),
+    ("head", "mtp-count", lambda c, s: c.update(num_nextn_predict_layers=0, mtp_num_hidden_layers=0)),
+    ("head", "mtp-tensors", lambda c, s: [s.pop(name) for name in list(s) if name.endswith(("hnorm.weight", "hidden_layernorm.weight"))]),
+]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
+def test_what_is_wrong_with_a_head_is_named(family: str, tmp_path: Path) -> None:
+    """And nothing where nothing is, though MiMo's fc reads the state first."""
+    config = AutoConfig.for_model(family, **{**TINY, "num_hidden_layers": 4, **FAMILIES[family]})
+    model, target = tiny_model(config), tmp_path / "target"
+    draft: Any = auto_draft(config, "mtp")
+    draft.start_from(model)
+    made = {"draft": save_draft(draft, tmp_path / "draft")}
+    made["head"] = export_draft(made["draft"], tmp_path / "head", "mtp")
+    model.save_pretrained(target)
+    assert [examine(path, target) for path in made.values()] == [[], []]
+    for number, (kind, id, change) in enumerate(PLANTED):
+        broken = rewritten(made[kind], tmp_path / f"broken{number}", change)
+        assert id in serious(examine(broken, target)), id

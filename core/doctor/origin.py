@@ -159,19 +159,22 @@ def _order(s: Subject, name: str, mine: "Tensor", theirs: "Tensor") -> str | Non
 
 
 def _features(s: Subject) -> Iterator[Finding]:
-    """fc, which begins as the identity on the last aux state where the layers begin as the target's."""
+    """fc, which begins as the identity on the last aux state, or the one it reads, where the layers begin as the target's."""
     fc, width, count = s.load("fc.weight"), s.hidden_size, s.chunks
     if fc is None or not s.made or not count or width != len(fc) or fc.shape[1] != count * width:
         return
     passed = [float(chunk.float().diagonal().mean()) for chunk in fc.chunk(count, dim=1)]
-    if passed[-1] < 0.1:
+    began = 0 if s.built is not None and getattr(s.built.algorithm.wiring, "state_first", False) else count - 1
+    if passed[began] < 0.1:
         best = max(range(count), key=lambda i: passed[i])
         moved = passed[best] > 0.3
         yield error(
             "fc-order" if moved else "fc-random",
-            f"fc passes on aux state {best + 1} of {count}, where it began with the last" if moved else "fc looks as if it was filled anew",
+            f"fc passes on part {best + 1} of {count}, where it began with part {began + 1}"
+            if moved
+            else "fc looks as if it was filled anew",
             "features meet the weights of other features" if moved else "the draft sees noise in place of the target's features",
-            "put its columns into the order of the aux layers" if moved else "copy fc from the training's checkpoint",
+            "put its columns into the order of the training" if moved else "copy fc from the training's checkpoint",
         )
 
 
