@@ -13,7 +13,7 @@ from foredraft.contracts import Choose, DraftModel, Plan, Signal
 from foredraft.contracts.algorithm import Step
 from foredraft.contracts.draft import Batch
 from foredraft.contracts.options import Frozen
-from foredraft.data.supervision import reachable
+from foredraft.data import reachable
 from foredraft.decoding import Turn, choose_in_turn
 from foredraft.draft import Bare
 from foredraft.loss import Labels, Loss, Teacher, chunked, objective
