@@ -17,8 +17,8 @@ from train_until_signal import Signals
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foredraft import auto_draft, default_registry
+from foredraft.training.progress import TrainingStopped
 from foredraft.training.resume import latest_complete
-from foredraft.training.stopping import TrainingStopped
 
 SIZES = {
     "vocab_size": 50,

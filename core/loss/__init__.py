@@ -1,8 +1,8 @@
 """The loss of all drafting steps: teachers, objectives, and one call, in chunks (training uses it) and readable."""
 
 from .chunks import chunked, rows_at_once
-from .objectives import CrossEntropy, Loss, objective, step_weights
-from .readable import estimated_tau, reference
+from .objectives import CrossEntropy, Loss, estimated_tau, objective, step_weights
+from .readable import reference
 from .teachers import Labels, Supervisor, Taught, Teacher
 
 __all__ = [

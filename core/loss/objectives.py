@@ -1,6 +1,6 @@
-"""Objectives by name, alone or as a weighted sum; cross-entropy, the default."""
+"""Objectives by name, alone or as a weighted sum, cross-entropy by default; what steps weigh, and what their acceptance promises."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -89,3 +89,12 @@ def step_weights(steps: int, decay: float) -> list[float]:
     """decay^k / Σ decay^j: what each drafting step weighs (EAGLE-3's 0.8)."""
     total = sum(decay**k for k in range(steps))
     return [decay**k / total for k in range(steps)]
+
+
+def estimated_tau(acceptance: Sequence[float]) -> float:
+    """Tokens per target pass if step k is accepted with `acceptance[k]`: 1 + Σ_k Π_{i≤k} α_i (the bonus token included)."""
+    tau, survives = 1.0, 1.0
+    for alpha in acceptance:
+        survives *= alpha
+        tau += survives
+    return tau

@@ -61,12 +61,3 @@ def reference(
             sums["accepted"].append(acceptance[-1].sum())
             sums["cross_entropy"].append((nameable_N * -(p_NW * log_q_NW).sum(-1)).sum())
     return Step(total, {name: torch.stack(values) for name, values in sums.items()}, acceptance)
-
-
-def estimated_tau(acceptance: Sequence[float]) -> float:
-    """Tokens per target pass if step k is accepted with `acceptance[k]`: 1 + Σ_k Π_{i≤k} α_i (the bonus token included)."""
-    tau, survives = 1.0, 1.0
-    for alpha in acceptance:
-        survives *= alpha
-        tau += survives
-    return tau

@@ -26,11 +26,10 @@ from ..target.pairing import check_pair, remember, warn_of_other
 from ..target.streaming import Shuffled
 from ..target.target import Target
 from .defaults import DraftTrainingArguments
-from .progress import AsAskedNow, DraftPrinter, DraftProgress, ReadUpTo, SeedByEpoch, Stopwatch
+from .progress import AsAskedNow, DraftPrinter, DraftProgress, ReadUpTo, SeedByEpoch, StopOnSignal, Stopwatch, TrainingStopped
 from .ready import as_arrays, check_ready, check_rows
 from .resume import alone_in, latest_complete
 from .sharding import Borrow, local, shard, share_out_state, whole
-from .stopping import StopOnSignal, TrainingStopped
 
 
 class NonFiniteLoss(ForedraftError):
