@@ -84,10 +84,12 @@ def test_commands_in_order(here: Path) -> None:
     """Each command of the README succeeds, in the README's order (`eval` before `train` has run would fail)."""
     for line in COMMANDS:
         arguments = shlex.split(line)[1:]
-        if arguments[0] == "regenerate":
+        if arguments[0] in ("regenerate", "eval", "generate", "tune", "compare"):
             arguments += ["--max-new-tokens", "8"]
         if arguments[0] in ("eval", "generate"):
-            arguments += ["--max-new-tokens", "8", "--dtype", "float32"]
+            arguments += ["--dtype", "float32"]
+        if arguments[0] in ("tune", "compare"):
+            arguments += ["--limit", "1", "--num-draft-tokens", "1"]
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0, f"{line}\n{result.output}"
     assert (here / "runs/again/draft/model.safetensors").exists()
