@@ -65,6 +65,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hybrid_layer_pattern": [0] * LAYERS,
         "moe_layer_freq": [0, *[1] * (LAYERS - 1)],
         "layernorm_epsilon": 1e-6,
+        "rope_theta": 5e6,
+        "partial_rotary_factor": 0.334,
         "sliding_window_size": 8,
     },
     "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},  # published configs say so
@@ -96,7 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What is not as `SIZES` has it, by model_type."""
 UNTRIED = "never run yet in these sizes"
 NOT_ALIKE = {
-    "mimo_v2_flash": "its first layer is another in vLLM; why was not found",
+    "mimo_v2_flash": "never run since its config says RoPE in the words of both; before, the first layer was another",
     **dict.fromkeys(("minimax_m2", "laguna"), "vLLM's router of experts for the CPU knows softmax alone"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "kimi_linear", "jais2", "mellum", "gpt_neox", "vaultgemma"), UNTRIED),
 }

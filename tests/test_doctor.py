@@ -687,6 +687,15 @@ def test_a_draft_that_reads_every_stream_is_named(sound: Callable[..., Path], ta
     assert "aux-streams" in serious(examine(broken, tmp_path / "target"))
 
 
+def test_a_target_whose_config_has_names_of_its_own(sound: Callable[..., Path], target: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(target("llama"), tmp_path / "target")
+    fields = json.loads((tmp_path / "target" / "config.json").read_text())
+    for layers, said in ((fields["num_hidden_layers"], set[str]()), (3, {"target-layers"})):
+        gpt = {"model_type": "gpt2", "n_layer": layers, "n_embd": fields["hidden_size"], "vocab_size": fields["vocab_size"]}
+        (tmp_path / "target" / "config.json").write_text(json.dumps(gpt))
+        assert {f.id for f in examine(sound(), tmp_path / "target") if f.id.startswith("target-")} == said
+
+
 def test_no_embedding_is_taken_from_another_target(sound: Callable[..., Path], tmp_path: Path) -> None:
     torch.manual_seed(7)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE), dtype=torch.float32).save_pretrained(tmp_path / "other")

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import ForedraftError
-from ..target.loading import auto_class
+from ..target.loading import auto_class, headed
 
 LAYERS, VOCABULARY, LARGEST = 8, 64, 20_000_000
 
@@ -112,6 +112,8 @@ SENSES: dict[str, Any] = {
     "vision_output_dim": 32,
     "projector_input_dim": 32,
     "projector_output_dim": 32,
+    "projector_hidden_size": 32,
+    "video_temporal_patch_size": 2,
     "out_hidden_size": 32,
     "intermediate_size": 64,
     "mlp_dim": 64,
@@ -145,7 +147,7 @@ def tiny_model(config_class: Any) -> PreTrainedModel:
             raise ForedraftError(f"shrunk, it still has {size:,} parameters")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = family.from_config(config, dtype=torch.float32).eval()
+            model = headed(family.from_config(config, dtype=torch.float32)).eval()
             for weight in model.parameters():  # a router of zeros ties its experts: which it takes follows from the width of a forward
                 if weight.ndim > 1 and not weight.any():
                     torch.nn.init.normal_(weight, std=SMALL["initializer_range"])
@@ -163,7 +165,11 @@ def _shrunk(config_class: Any) -> PretrainedConfig:
     if text is whole:
         return config_class(**_sizes(whole, SMALL))
     small = {name: {"model_type": part.model_type, **_sizes(part, SMALL if part is text else SENSES)} for name, part in parts.items()}
-    return config_class(**small)
+    between = {name: SENSES[name] for name in ("projector_hidden_size",) if hasattr(whole, name)}
+    config = config_class(**small, **between)
+    if not hasattr(config, "vision_start_token_id"):  # published ones say it, some families' defaults do not
+        config.vision_start_token_id = VOCABULARY - 2
+    return config
 
 
 def _sizes(config: PretrainedConfig, small: dict[str, Any]) -> dict[str, Any]:
@@ -175,6 +181,7 @@ def _sizes(config: PretrainedConfig, small: dict[str, Any]) -> dict[str, Any]:
     sizes = {
         name: min(value, fields[name]) if type(value) is int and name in counts else value for name, value in small.items() if name in names
     }
+    sizes |= {name: [value] * len(fields[name]) for name, value in sizes.items() if type(value) is int and type(fields.get(name)) is list}
     if getattr(config, "sliding_window", None) is None:  # a cache believes in a window that the model may not have
         sizes.pop("sliding_window", None)
     if "kv_lora_rank" in names:  # latent attention has as many of either, and heads whose width follows from that of their parts
@@ -184,9 +191,11 @@ def _sizes(config: PretrainedConfig, small: dict[str, Any]) -> dict[str, Any]:
     if small is SMALL:
         sizes |= _layers(fields)
     rope = getattr(config, "rope_parameters", None) or {}
-    if "mrope_section" in {*rope, *config.ignore_keys_at_rope_validation}:
+    if "mrope_section" in {*rope, *(config.ignore_keys_at_rope_validation if rope else ())}:
         turned = int(small["head_dim"] * (rope.get("partial_rotary_factor") or 1.0)) // 2
-        sizes["rope_parameters"] = {**rope, "mrope_section": [turned - 2 * (turned // 3), turned // 3, turned // 3]}
+        section = {"mrope_section": [turned - 2 * (turned // 3), turned // 3, turned // 3]}
+        kinds = {kind: {**own, **section} for kind, own in rope.items() if isinstance(own, dict)}
+        sizes["rope_parameters"] = {**rope, **(kinds or section)}
     return sizes
 
 

@@ -56,10 +56,17 @@ class Opened:
 
     @cached_property
     def target_fields(self) -> Mapping[str, Any]:
-        """The target's config, of a multimodal one that of its text model; empty without a target."""
+        """The target's config, of a multimodal one that of its text model, by the names that families share; empty without a target."""
         config = self.target.config if self.target else {}
         text = config.get("text_config")
-        return {**config, **text} if isinstance(text, Mapping) else config
+        fields = {**config, **text} if isinstance(text, Mapping) else config
+        if not fields or "num_hidden_layers" in fields:
+            return fields
+        from transformers import CONFIG_MAPPING
+
+        kind = str(fields.get("model_type"))
+        shared = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+        return {**fields, **{name: fields[own] for name, own in shared.items() if own in fields}}
 
     @cached_property
     def ours(self) -> Mapping[str, str]:

@@ -23,10 +23,14 @@ def decoder_of(model: PreTrainedModel) -> Any:
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of a target, whatever its family calls them. Raises `ForedraftError` if it has no such list."""
     count = model.config.get_text_config().num_hidden_layers
-    for module in decoder_of(model).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ForedraftError(f"{type(model).__name__} has no list of its {count} decoder layers: its hidden states cannot be captured")
+    lists = [module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList)]
+    if found := next((module for module in lists if len(module) == count), None):
+        return found
+    longest = max(map(len, lists), default=0)
+    other = f" (its longest holds {longest}: which of them an id means is open)" if longest > 1 else ""
+    raise ForedraftError(
+        f"{type(model).__name__} has no list of the {count} decoder layers that its config counts{other}, so its states cannot be captured"
+    )
 
 
 def in_one(states: Tensor, width: int) -> Tensor:

@@ -93,7 +93,7 @@ def load_target(
             how["distributed_config"] = DistributedConfig(tp_plan=plan)
         if quantization := how.pop("quantization", None):
             how["quantization_config"] = AutoQuantizationConfig.from_dict(dict(quantization))
-        model = plain(auto_class(config).from_pretrained(**source(name), dtype=dtype, **how), name)
+        model = headed(plain(auto_class(config).from_pretrained(**source(name), dtype=dtype, **how), name))
     except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
         raise ForedraftError(f"target '{name}' could not be loaded: {error}") from error
     if loading.device_map is not None and not hasattr(model, "hf_device_map"):  # transformers notes a map of several devices alone
@@ -121,6 +121,14 @@ def _without_layers(config: PretrainedConfig, device: str) -> dict[str, str]:
 def auto_class(config: PretrainedConfig) -> Any:
     """Which of transformers' auto classes makes the whole model of a config: with what it reads images and sound with, if it does."""
     return AutoModelForMultimodalLM if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING else AutoModelForCausalLM
+
+
+def headed(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, which names its head: where it is built around a causal language model and forgets to, that one's."""
+    inner = (part for part in model.children() if isinstance(part, PreTrainedModel) and part.get_output_embeddings() is not None)
+    if model.get_output_embeddings() is None and (text := next(inner, None)) is not None:
+        vars(model)["get_output_embeddings"] = text.get_output_embeddings
+    return model
 
 
 def place(model: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:

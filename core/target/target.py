@@ -1,6 +1,7 @@
 """The frozen target: what it says of a batch (`Signal`), from its own modules."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from .places import stacked
 from .segments import ASKED, by_documents, wanted
 from .weights import home_of, in_turn, is_sharded, matrix_of, own_tensors, runs_on
 
-# Config fields that a family divides its logits by.
+# Config fields that a family multiplies its logits by, or divides them by.
+FACTORS = ("logit_scale", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
 
@@ -36,9 +38,8 @@ class Target:
         self.needs = needs
         text = model.config.get_text_config()
         self.aux_layers = check_aux_layers(aux_layers, text.num_hidden_layers, reads_end(aux_layers, text.num_hidden_layers))
-        self._multiplier = getattr(text, "logit_scale", None) or 1.0
-        for divisor in DIVISORS:
-            self._multiplier /= getattr(text, divisor, None) or 1.0
+        factors, divisors = ([getattr(text, name, None) or 1.0 for name in names] for names in (FACTORS, DIVISORS))
+        self._multiplier = prod(factors) / prod(divisors)
         self._soft_cap: float | None = getattr(text, "final_logit_softcapping", None)
         self._vocabulary = text.vocab_size
         self._gathered: dict[str, Tensor] = {}
@@ -186,6 +187,8 @@ class Target:
     @torch.no_grad()
     def _check_head(self) -> None:
         """In one forward, where the target lives: whether its logits are the head's of its final states."""
+        if self.model.get_output_embeddings() is None:
+            raise ForedraftError(f"{type(self.model).__name__} says of no module that it is its head (get_output_embeddings)")
         ids, final = torch.arange(1, 5, device=home_of(self.model))[None] % self._vocabulary, []
         seen = self.decoder.register_forward_hook(lambda module, given, out: final.append(out[0]))
         try:
@@ -200,7 +203,7 @@ class Target:
                 return
         raise ForedraftError(
             f"the head of {type(self.model).__name__} is not understood: final hidden state × head differs from its logits by up to "
-            f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras: logit_scale, {', '.join(DIVISORS)}, final_logit_softcapping"
+            f"{float((ours - theirs).abs().max()):.3g}.\n  Known extras: {', '.join((*FACTORS, *DIVISORS))}, final_logit_softcapping"
         )
 
     def _end_to_end(self, ids_BS: Tensor, positions_BS: Tensor, ends: Tensor, longest: int) -> Tensor:
