@@ -1,8 +1,8 @@
 """Conversations answered anew by a server that runs the target: many at once, patiently, and nothing lost."""
 
 import json
-from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -70,7 +70,7 @@ def ask(
         running = {pool.submit(one, index): index for index in islice(todo, concurrency)}
         try:
             while running:
-                for future in _finished(running):
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
                     index = running.pop(future)
                     try:
                         row = future.result()
@@ -97,10 +97,6 @@ def ask(
             f"  {written} were, into '{out}'; run again to ask for the others"
         )
     return written
-
-
-def _finished(running: Mapping[Future[Any], int]) -> Iterator[Future[Any]]:
-    yield from wait(running, return_when=FIRST_COMPLETED).done
 
 
 def _answer(server: Server, conversation: Conversation, index: int, asking: Asking) -> dict[str, Any] | None:

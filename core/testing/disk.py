@@ -24,7 +24,8 @@ def check_names(directory: Path, draft: Any) -> None:
     assert not prefixed, f"{', '.join(prefixed)}: no name may begin with 'model.' (base_model_prefix must be '')"
     if architecture not in LAYOUTS:
         pytest.skip(f"no engine's tensor names are known for architecture '{architecture}'")
-    expected, optional = tensor_names(architecture, num_layers)
+    top, layer, optional = LAYOUTS[architecture]
+    expected = {f"{n}.weight" for n in top} | {f"layers.{i}.{n}.weight" for i in range(num_layers) for n in layer}
     unknown = sorted(n for n in names - expected if not re.fullmatch(optional, n))
     lacking = sorted(expected - names)
     wrong = [*unknown, *lacking]
@@ -114,9 +115,3 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     ),
 }
 """By the `architectures` entry: weights of the draft, weights of each layer, and a pattern of what may be there too."""
-
-
-def tensor_names(architecture: str, num_layers: int) -> tuple[set[str], str]:
-    """The names that a draft of ours holds, and a pattern of those that it may hold. Raises `KeyError` for an unknown architecture."""
-    top, layer, optional = LAYOUTS[architecture]
-    return {f"{n}.weight" for n in top} | {f"layers.{i}.{n}.weight" for i in range(num_layers) for n in layer}, optional
