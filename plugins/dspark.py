@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft import hookimpl
+from foredraft import DraftSpec, hookimpl
 from foredraft.contracts import DraftModel, Signal
 from foredraft.contracts.algorithm import Step
 from foredraft.contracts.draft import Batch
@@ -70,10 +70,9 @@ class DSparkOptions(BlockOptions):
     )
     enable_confidence_head: bool = Field(True, description="a head that says how likely a drafted token is accepted")
     confidence_head_with_markov: bool = Field(True, description="it reads the token before, too")
-    confidence_threshold: float = Field(
-        0.0, ge=0, lt=1, description="drafting here ends before the first token that the confidence head holds for less likely accepted"
-    )
+    confidence_threshold: float = Field(0.0, ge=0, lt=1, description="drafting here ends before a token that it holds for less sure")
     sample_from_anchor: bool = Field(True, description="the anchor's slot drafts, too; false: as in DFlash, it does not")
+    own_head: bool = Field(False, description="embedding and head are the draft's own: needed where it names a part of the vocabulary")
     loss: Loss = Field({"text": 0.1, "tv": 1.8}, description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
 
 
@@ -90,6 +89,11 @@ class DSpark(BlockAlgorithm[DSparkOptions]):
     told_by = BlockAlgorithm.told_by | {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
 
     Options = DSparkOptions
+
+    @property
+    def spec(self) -> DraftSpec:
+        """Of blocks, but for the head."""
+        return super().spec.model_copy(update={"target_head": not self.options.own_head})
 
     @property
     def shift(self) -> int:
@@ -158,8 +162,9 @@ class DSpark(BlockAlgorithm[DSparkOptions]):
 
     @classmethod
     def options_from(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `AlgorithmBase.options_from`."""
-        return {name: value for name, value in super().options_from(fields).items() if name not in ("loss", "confidence_threshold")}
+        """See `BlockAlgorithm.options_from`; a part of the vocabulary takes a head."""
+        settled = {name: value for name, value in super().options_from(fields).items() if name not in ("loss", "confidence_threshold")}
+        return {**settled, "own_head": fields.get("draft_vocab_size") not in (None, fields.get("vocab_size"))}
 
     @classmethod
     def findings(cls, draft: Files) -> list[Finding]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foredraft import ForedraftError, FormatBase, hookimpl
 from foredraft.contracts import Config
-from foredraft.contracts.engine import architecture_of, drafts_in_parallel
+from foredraft.contracts.engine import architecture_of, drafts_in_parallel, is_reduced
 from foredraft.contracts.format import OneFile
 from foredraft.contracts.options import Frozen
 from foredraft.files import spellings
@@ -176,6 +176,7 @@ class GGUF(FormatBase):
             projector = inner.get("projector_type") if isinstance(inner, Mapping) else None
             sure = config.get("enable_confidence_head") and not config.get("confidence_head_with_markov")
             wants |= {
+                "draft_vocab_size": (is_reduced(config), "a part of the vocabulary: not tried with blocks"),
                 "markov_head_type": (markov not in (None, "vanilla"), f"{markov}: it knows vanilla Markov heads only"),
                 "confidence_head_with_markov": (sure, "false: its confidence head reads the token before, too"),
                 "projector_type": (projector, f"{projector}: it has no such head"),

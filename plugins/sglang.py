@@ -11,6 +11,7 @@ from foredraft.contracts.engine import (
     Metrics,
     architecture_of,
     drafts_in_parallel,
+    is_reduced,
     layers_without,
     total,
     unknown_architecture,
@@ -59,6 +60,8 @@ class SGLang(EngineBase):
         if config.get("kv_lora_rank") and "Deepseek" not in architecture_of(config):
             return f"its {architecture_of(config)} has grouped-query attention, the draft has latent attention"
         if ALGORITHMS[architecture_of(config)] != "EAGLE3":
+            if is_reduced(config):
+                return "whether its drafters of blocks may name a part of the vocabulary is not known: not offered"
             return _refuses_domino(config)
         if drafts_in_parallel(config):
             return "it does not draft in parallel (P-EAGLE): it would skip mask_hidden and run the draft as a sequential one"

@@ -35,6 +35,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemo_dspark_rnn": ("dspark", {**DSPARK, "markov_head_type": "rnn"}),
     "speculators_dspark": ("dspark", {**DSPARK, "loss": {"text": 0.1, "tv": 0.9}}),
     "speculators_dspark_fillin": ("dspark", {**DSPARK, "loss": {"text": 0.1, "tv": 0.9}, "sample_from_anchor": False}),
+    "speculators_dspark_reduced": ("dspark", {**DSPARK, "loss": "kl", "own_head": True}),
     "specforge_domino": ("domino", DOMINO),
     "specforge_domino_unshifted": ("domino", {**DOMINO, "shift_label": False, "pure_draft_prefix_len": 0}),
     "nemo_domino": ("domino", DOMINO),
@@ -64,10 +65,15 @@ class Golden(Recorded):
     @cached_property
     def draft(self) -> Any:
         algorithm, options = FILES[self.name]
-        draft = auto_draft(TARGET, algorithm, **SHARED, **options)
-        head = {"lm_head.weight": self.tensors["inputs.target_head"]}
+        draft = auto_draft(TARGET, algorithm, **SHARED, **options, draft_vocab_size=40 if self.reduced else None)
+        head = {} if self.reduced else {"lm_head.weight": self.tensors["inputs.target_head"]}
         draft.load_state_dict(head | self.ours("weights_frozen") | self.ours("weights"), strict=True)
+        draft.lm_head.requires_grad_(False)  # speculators trains none, ours trains one of its own
         return draft
+
+    @property
+    def reduced(self) -> bool:
+        return self.name.endswith("reduced")
 
     @cached_property
     def batch(self) -> dict[str, Any]:
@@ -86,9 +92,13 @@ class Golden(Recorded):
 
     @cached_property
     def signal(self) -> Signal:
-        tensors, head_VT = self.tensors, self.tensors["inputs.target_head"]
+        tensors, ids_W = self.tensors, self.draft.draft_ids
+        head_WT = tensors["weights.verifier_lm_head.weight" if self.reduced else "inputs.target_head"]
         hidden_BST = tensors.get("inputs.target_hidden", tensors["inputs.aux"][..., :32])
-        return Signal(tensors["inputs.aux"], hidden_BST, lambda hidden: hidden @ head_VT.T)
+        # A reduced one's target is told of no other words: the likeliest of these is its label.
+        return Signal(
+            tensors["inputs.aux"], hidden_BST, lambda h: h.new_full((*h.shape[:-1], 64), -torch.inf).index_copy(-1, ids_W, h @ head_WT.T)
+        )
 
     def shares(self, batch: dict[str, Any]) -> list[Tensor]:
         """What a row weighs where that is not ours: by the mask at its label; speculators' DSpark: one before it, over Σ mask."""
@@ -177,6 +187,7 @@ CORRECTED = {"projector_type": "domino", "emb_dim": 10, "gru_hidden_dim": 12, "p
 PEERS: dict[str, dict[str, Any]] = {
     "nemo_dspark_rnn": {"architectures": ["Qwen3DSparkModel"], **INSIDE, **MARKOV, "markov_head_type": "rnn"},
     "specforge_dspark_gated": {"architectures": ["DSparkDraftModel"], "dflash_config": {**INSIDE, **MARKOV, "markov_head_type": "gated"}},
+    "speculators_dspark_reduced": {"architectures": ["Qwen3DSparkModel"], **INSIDE, **MARKOV, "draft_vocab_size": 40},
     "specforge_domino": {"architectures": ["DominoDraftModel"], "dflash_config": {**INSIDE, **CORRECTED}},
     "nemo_dflash2": {"architectures": ["DFlash2DraftModel"], "dflash_config": {**INSIDE, **CONVOLVED}},
 }
