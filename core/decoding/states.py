@@ -194,7 +194,7 @@ def _watched(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, tuple[nn.Mo
             opened.callback(module.register_forward_pre_hook(lambda m, given: running.append(m)).remove)
             opened.callback(module.register_forward_hook(lambda m, given, out: running.remove(m), always_call=True).remove)
         opened.callback(setattr, Cache, "update_recurrent_state", write)
-        Cache.update_recurrent_state = watched  # type: ignore[method-assign]
+        Cache.update_recurrent_state = watched
         out = run()
     holders = [m for m in model.modules() if {n: id(t) for n, t in _own_states(m).items()} != {n: id(t) for n, t in before[m].items()}]
     inside = {part for m in (*found, *holders) for part in m.modules() if part is not m}

@@ -38,6 +38,11 @@ def in_one(states: Tensor, width: int) -> Tensor:
     return states if states.shape[2:] == (width,) or states.shape[-1] % width else states.reshape(*states.shape[:2], -1, width).mean(2)
 
 
+def norm_behind(decoder: nn.Module) -> nn.Module | None:
+    """The norm behind the last layer, by its vector of weights; some families have another one behind their embedding."""
+    return next((m for m in reversed(list(decoder.children())) if getattr(getattr(m, "weight", None), "ndim", 0) == 1), None)
+
+
 @torch.no_grad()
 def norm_scale(norm: nn.Module) -> Tensor:
     """What a norm multiplies each normed feature by, [D]; asked of the norm itself, since Gemma's keep it less one."""

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from ..contracts.aux_layers import reads_end
 from ..errors import ForedraftError
 from ..serving import Gone, Refused, Server
-from .capture import decoder_of
+from .capture import decoder_of, norm_behind
 from .kept import Part
 from .loading import auto_class
 from .store import Row
@@ -97,10 +97,9 @@ def final_norm(target: str | Path, config: PretrainedConfig, dtype: torch.dtype)
     """
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)
-    norms = [m for m in decoder_of(model).children() if getattr(getattr(m, "weight", None), "ndim", 0) == 1]
     names = {id(module): name for name, module in model.named_modules()}
-    if norms:
-        norm: nn.Module = norms[-1].to_empty(device="cpu").requires_grad_(False)
+    if (norm := norm_behind(decoder_of(model))) is not None:
+        norm.to_empty(device="cpu").requires_grad_(False)
         wanted = {f"{names[id(norm)]}.{name}": tensor for name, tensor in norm.state_dict().items()}
         missing = set(wanted)
         for file in sorted(Path(target).glob("*.safetensors")):

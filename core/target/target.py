@@ -14,7 +14,7 @@ from ..contracts.draft import Batch
 from ..contracts.signal import Signal
 from ..data.collate import ends_of
 from ..errors import ForedraftError
-from .capture import AuxCapture, decoder_layers, decoder_of, norm_scale
+from .capture import AuxCapture, decoder_layers, decoder_of, norm_behind, norm_scale
 from .places import stacked
 from .segments import ASKED, by_documents, wanted
 from .weights import home_of, in_turn, is_sharded, matrix_of, own_tensors, runs_on
@@ -85,9 +85,8 @@ class Target:
     @property
     def final_norm(self) -> dict[str, Tensor]:
         """The parameters of the final norm by name, each [T]; its weight is what it multiplies features by."""
-        norms = [m for m in self.decoder.children() if getattr(getattr(m, "weight", None), "ndim", 0) == 1]
-        last = norms[-1:]  # the last one: some have another behind their embedding
-        return {**own_tensors(last[0]), "weight": norm_scale(last[0])} if last else {}
+        norm = norm_behind(self.decoder)
+        return {} if norm is None else {**own_tensors(norm), "weight": norm_scale(norm)}
 
     @torch.no_grad()
     def head(self, hidden_NT: Tensor) -> Tensor:
