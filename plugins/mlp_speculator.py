@@ -74,7 +74,10 @@ class MLPSpeculator(AlgorithmBase[MLPSpeculatorOptions]):
     def modules(self, draft: DraftModel) -> dict[str, nn.Module | nn.Parameter]:
         """The stages, and what tokens are to them."""
         width = draft.config.hidden_size
-        made = [nn.Embedding(draft.config.vocab_size, width), *(nn.Linear(width, width, bias=False) for _ in range(2))]
+        made: list[nn.Embedding | nn.Linear] = [
+            nn.Embedding(draft.config.vocab_size, width),
+            *(nn.Linear(width, width, bias=False) for _ in range(2)),
+        ]
         for module in made:
             nn.init.normal_(module.weight, std=width**-0.5)
         return {"token_table": made[0], "mixers": nn.ModuleList(made[1 : 1 + min(self.options.num_stages, 2)]), "stage_norm": Norm(width)}

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ class TestPlan:
             main_alone()
         told = capsys.readouterr().out
         assert "by medusa, adapter llama" in told
-        assert json.loads(told[told.index("{") :]) == plan.to_json()
+        assert json.loads(told[told.index("{") :]) == asdict(plan)
         assert plan.text is not None
         assert plan.text.conversations == 6
         assert plan.tokens == 3 * 6 * plan.text.tokens

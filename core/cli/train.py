@@ -143,6 +143,8 @@ def plan(
     from ..training.settings import RunConfig
 
     config = RunConfig.load(run, overrides or [])
+    from dataclasses import asdict
+
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -154,7 +156,7 @@ def plan(
     logging.set_verbosity_error()
     made = plan_run(config, device=device, tflops=tflops, mfu=mfu, devices=devices)
     if as_json:
-        print(json.dumps(made.to_json(), indent=1))
+        print(json.dumps(asdict(made), indent=1))
         return
     table = Table(show_header=False, box=None)
     for title, text in lines(made, devices).items():

@@ -1,7 +1,7 @@
 """What a run will take: parameters, FLOPs, memory, speed, disk and hours, from its settings and its target's config alone."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from glob import glob
 from itertools import islice
 from pathlib import Path
@@ -82,10 +82,6 @@ class Plan:
     """That the run trains on; None where the data's size is not known."""
     hours: float
     """Of the run; where its tokens are not known, of a thousand million."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
 
 def plan_run(config: RunConfig, *, device: str | None = None, tflops: float | None = None, mfu: float = MFU, devices: int = 1) -> Plan:
