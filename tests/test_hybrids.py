@@ -104,6 +104,26 @@ class TestReplay:
             for a, b in zip(mine, whole, strict=True):
                 assert_close(a, b[:, step : step + 1], rtol=1e-3, atol=1e-3)
 
+    @pytest.mark.parametrize("placed", [False, True])
+    def test_modules_that_read_in_turn(self, placed: bool) -> None:
+        """Token by token what is as long as the text, the rest as it is; afterwards as before, also where accelerate has hooked in."""
+        seen: list[Any] = []
+
+        def forward(x: torch.Tensor, *, mask: torch.Tensor, cache: str) -> tuple[torch.Tensor, None]:
+            seen.append((x.shape[1], mask.tolist(), cache))
+            return 2 * x, None
+
+        module = type("Mixer", (torch.nn.Module,), {"forward": lambda self, *a, **k: forward(*a, **k)})()
+        if placed:
+            module.forward = forward
+        before, x = dict(vars(module)), torch.randn(1, 3, 4)
+        with states._in_turn([module]):
+            out, none = module(x, mask=torch.tensor([[1, 2, 3]]), cache="held")
+        assert_close(out, 2 * x)
+        assert none is None
+        assert seen == [(1, [[i]], "held") for i in (1, 2, 3)]
+        assert vars(module) == before
+
     def test_where_several_tokens_are_not_read_as_one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nothing that writes states was found, and so nothing reads them in turn: the probe sees that the text would be another."""
         model, watched = deepcopy(target_of("jamba")), states._watched
