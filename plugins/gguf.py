@@ -1,4 +1,4 @@
-"""GGUF as llama.cpp's build 11434 reads drafts: EAGLE-3 (`eagle3`), DFlash and DSpark (`dflash`), a file each."""
+"""GGUF as llama.cpp's build 11434 reads drafts: EAGLE-3 (`eagle3`), DFlash and DSpark (`dflash`), multi-token heads; a file each."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,6 +17,8 @@ from foredraft.files import spellings
 from foredraft.formats.gguf import halved, paired, rope_fields, token_fields, write_gguf
 from foredraft.target.gguf import read_gguf, rope_parameters, shortest
 
+from . import gguf_heads as heads
+
 BUILD = "llama.cpp (build 11434)"
 INSIDE = "gguf"
 """The metadata of a file, inside what stands for its `config.json`."""
@@ -27,6 +29,7 @@ KINDS = {
     "DFlashDraftModel": "dflash",
     "Qwen3DSparkModel": "dflash",
 }
+HEAD = ("MTPDraftModel", "DeepseekMTPDraftModel")
 """Its architecture for ours."""
 OUTER = {
     "embed_tokens": "token_embd",
@@ -52,6 +55,7 @@ INNER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+HEAD_NAMES = {theirs: ours for ours, theirs in heads.NAMES.items()}
 PERMUTED = {"eagle3": ("attn_q", "attn_k"), "dflash": ()}
 """What its rotary embedding wants in adjacent pairs; ours, as transformers', turns the halves of a head against each other."""
 TARGETS = (
@@ -77,8 +81,8 @@ class GGUF(FormatBase):
     """Read and written. What llama.cpp computes otherwise than the draft was trained is refused: it would not notice most of it."""
 
     name = "gguf"
-    summary = "EAGLE-3, DFlash and DSpark drafts for llama.cpp"
-    sign = "a .gguf file of architecture eagle3 or dflash"
+    summary = "EAGLE-3, DFlash and DSpark drafts, and multi-token heads, for llama.cpp"
+    sign = "a .gguf file of architecture eagle3 or dflash, or with a block nextn"
     suffix = ".gguf"
     Options = GGUFOptions
 
@@ -90,6 +94,8 @@ class GGUF(FormatBase):
         """Frequencies of the rotary embedding are told by the config."""
         if name in ("d2t", "rope_freqs.weight"):
             return name if name == "d2t" else None
+        if name in HEAD_NAMES:
+            return HEAD_NAMES[name]
         if name.startswith("blk."):
             _, layer, rest = name.split(".", 2)
             return f"layers.{layer}.{_renamed(rest, {theirs: ours for ours, theirs in INNER.items()})}"
@@ -99,19 +105,20 @@ class GGUF(FormatBase):
         """Metadata by the names that engines know. Raises `ForedraftError` for another architecture."""
         data = config.get(INSIDE)
         kind = data.get("general.architecture") if isinstance(data, Mapping) else None
+        if kind in heads.ARCHITECTURES.values():
+            return heads.flattened(str(kind))
         if not isinstance(data, Mapping) or kind not in PERMUTED:
             raise ForedraftError(f"a GGUF file of architecture {str(kind)[:40]!r}: {BUILD} drafts with {', '.join(PERMUTED)}")
 
         def told(key: str) -> Any:
             return shortest(data.get(f"{kind}.{key}"))
 
-        heads, width = told("attention.head_count"), told("embedding_length")
         fields = {
             "num_hidden_layers": told("block_count"),
             "max_position_embeddings": told("context_length"),
-            "hidden_size": width,
+            "hidden_size": told("embedding_length"),
             "intermediate_size": told("feed_forward_length"),
-            "num_attention_heads": heads,
+            "num_attention_heads": told("attention.head_count"),
             "num_key_value_heads": told("attention.head_count_kv"),
             "head_dim": told("attention.key_length"),
             "rms_norm_eps": told("attention.layer_norm_rms_epsilon"),
@@ -145,15 +152,15 @@ class GGUF(FormatBase):
 
     def refuses(self, config: Config) -> list[str]:
         """What its graphs do not compute, or abort at."""
-        architecture = architecture_of(config)
-        kind, made = KINDS.get(architecture), config["foredraft"]
+        architecture, made = architecture_of(config), config["foredraft"]
+        kind = KINDS.get(architecture)
+        if architecture in HEAD:
+            return [f"{reason} ({BUILD})" for reason in heads.refuses(config)]
         if config.get("kv_lora_rank"):
             return [f"kv_lora_rank: latent attention, its drafts have grouped-query attention ({BUILD})"]
         if corrected := spellings.value(config, "dflash_config.projector_type"):
             return [f"projector_type: a block corrected by what is drafted ('{corrected}'), which its dflash does not ({BUILD})"]
         if kind is None or (kind == "eagle3" and drafts_in_parallel(config)):
-            if architecture == "MTPDraftModel":
-                return [f"MTP: a head is the last block of a target's own file there (draft-mtp), which is not written yet ({BUILD})"]
             what = "that drafts in parallel (P-EAGLE)" if kind else architecture
             return [f"{BUILD} has no architecture for a draft {what}: it runs {' and '.join(PERMUTED)}"]
         wants = {
@@ -172,19 +179,17 @@ class GGUF(FormatBase):
             }
         else:
             widths = config.get("target_hidden_size"), config.get("hidden_size")
-            markov, inner = config.get("markov_head_type"), config.get("dflash_config")
-            projector = inner.get("projector_type") if isinstance(inner, Mapping) else None
+            markov = config.get("markov_head_type")
             sure = config.get("enable_confidence_head") and not config.get("confidence_head_with_markov")
             wants |= {
                 "draft_vocab_size": (is_reduced(config), "a part of the vocabulary: not tried with blocks"),
                 "markov_head_type": (markov not in (None, "vanilla"), f"{markov}: it knows vanilla Markov heads only"),
                 "confidence_head_with_markov": (sure, "false: its confidence head reads the token before, too"),
-                "projector_type": (projector, f"{projector}: it has no such head"),
+                "target_hidden_size": (widths[0] != widths[1], f"{widths[1]}, the target's is {widths[0]}: it takes them for one"),
             }
-            wants["target_hidden_size"] = (widths[0] != widths[1], f"{widths[1]}, the target's is {widths[0]}: it takes them for one")
         model = made["target"]["model_type"]
-        aborts = f"model_type {model}: drafts are served beside {', '.join(TARGETS)}; other graphs hand out no layer inputs, and abort"
-        wants["target"] = (model not in TARGETS, aborts)
+        beside = f"model_type {model}: drafts are served beside {', '.join(TARGETS)}; other graphs hand out no layer inputs, and abort"
+        wants["target"] = (model not in TARGETS, beside)
         return [f"{name}: {text} ({BUILD})" for name, (bad, text) in wants.items() if bad]
 
     def write(
@@ -194,6 +199,10 @@ class GGUF(FormatBase):
         config = draft.config
         if reasons := self.refuses(config.to_dict()):
             raise ForedraftError("\n  ".join(reasons))
+        tokens = token_fields(self.options.target, config.foredraft["target"]["name"], config.vocab_size)
+        if config.foredraft["architecture"] in HEAD:
+            data, named = heads.written(config, tensors, self.options.target or config.foredraft["target"]["name"])
+            return {INSIDE: {**data, **tokens}}, named
         kind = KINDS[config.foredraft["architecture"]]
         factors, scaling = rope_fields(draft.rotary_emb, config.rope_parameters)
         stated = {
@@ -211,7 +220,6 @@ class GGUF(FormatBase):
             "vocab_size": config.vocab_size,
             "target_layers": list(config.aux_layers),
         }
-        tokens = token_fields(self.options.target, config.foredraft["target"]["name"], config.vocab_size)
         if kind == "eagle3":
             stated |= {
                 "target_hidden_size": config.target_hidden_size,
@@ -230,7 +238,7 @@ class GGUF(FormatBase):
         ours = {_gguf_name(name): name for name in tensors if name not in ("d2t", "t2d")}
         if None in ours:
             raise ForedraftError(f"{ours[None]}: {kind} of {BUILD} has no such tensor")
-        named = {theirs: tensors[name] for theirs, name in ours.items() if theirs}
+        named = {str(theirs): tensors[name] for theirs, name in ours.items()}
         for theirs in [name for name in named if name.split(".")[2:3] and name.split(".")[2] in PERMUTED[kind]]:
             named[theirs] = paired(named[theirs], config.head_dim)
         if "d2t" in tensors:
@@ -244,7 +252,7 @@ class GGUF(FormatBase):
 
     def open(self, file: Path) -> OneFile:
         """Metadata and tensors; rows of q and k, and d2t, are made ours as they are loaded."""
-        read = read_gguf(file)
+        read = heads.alone(read_gguf(file))
         data, kind = dict(read.fields), read.fields.get("general.architecture")
         if "d2t" in read.tensors:
             data["d2t"] = read.tensors["d2t"][0][0]

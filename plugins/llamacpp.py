@@ -1,4 +1,4 @@
-"""llama.cpp, as of build 11434: EAGLE-3 and DFlash drafts in GGUF files, beside a target in one."""
+"""llama.cpp, as of build 11434: drafts in GGUF files, beside a target in one."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -12,7 +12,11 @@ from foredraft.contracts.loading import Repository
 from foredraft.target.gguf import is_gguf, read_gguf
 
 BUILD = "llama.cpp (build 11434)"
+ALONE = "--no-spec-draft-backend-sampling"
+"""What keeps drafts of several requests apart: sampled in the graph, those of EAGLE-3 take each other's tokens, or ids that are none."""
 KINDS = ("eagle3", "dflash")
+HEADS = ("qwen35", "qwen35moe", "qwen3next")
+"""Architectures of targets whose multi-token head may be a file."""
 REQUIRED = (
     "block_count",
     "context_length",
@@ -46,10 +50,13 @@ class LlamaCpp(EngineBase):
             return (
                 "it loads GGUF files: `foredraft import` makes a draft of ours of this one, `foredraft export --format gguf` a file of that"
             )
+        if kind in HEADS:
+            count = data.get(f"{kind}.nextn_predict_layers")
+            return None if count == 1 else f"{kind}.nextn_predict_layers is {count}: it runs one head, and aborts at others ({BUILD})"
         if kind not in KINDS:
-            return f"its loader knows no draft architecture {kind or '(none is named)'!r}; it takes {', '.join(KINDS)}"
+            return f"its loader knows no draft architecture {kind or '(none is named)'!r}; it takes {', '.join((*KINDS, *HEADS))} ({BUILD})"
         if missing := [key for key in REQUIRED if data.get(f"{kind}.{key}") is None]:
-            return f"metadata that its loader needs is missing: {', '.join(f'{kind}.{key}' for key in missing)}"
+            return f"metadata that its loader needs is missing: {', '.join(f'{kind}.{key}' for key in missing)} ({BUILD})"
         layers, blocks = data.get(f"{kind}.target_layers"), data.get(f"{kind}.block_count")
         if not isinstance(layers, list) or not layers or (kind == "eagle3" and len(layers) != 3):
             return (
@@ -90,13 +97,15 @@ class LlamaCpp(EngineBase):
         """The OpenAI server."""
         server, file = self.server(target), _file(config, draft)
         whole = [] if "--no-repack" in server else _whole(file)
-        return [*server, *whole, "-md", file, "--spec-type", f"draft-{_method(config)}", "--spec-draft-n-max", str(num_tokens)]
+        return [*server, *whole, "-md", file, "--spec-type", f"draft-{_method(config)}", "--spec-draft-n-max", str(num_tokens), ALONE]
 
     def findings(self, checkpoint: Files) -> list[Finding]:
         """What its loader stumbles over, or takes for something else without a word."""
         refused = super().findings(checkpoint)
         data, kind = _metadata(checkpoint.config)
-        return refused if refused or not data else [*_told(data, kind), *_tensors(checkpoint, data, kind), *_words(checkpoint, data, kind)]
+        if refused or kind not in KINDS:
+            return refused
+        return [*_told(data, kind), *_tensors(checkpoint, data, kind), *_words(checkpoint, data, kind)]
 
 
 def _metadata(config: Config) -> tuple[Mapping[str, Any], str]:
@@ -108,8 +117,10 @@ def _metadata(config: Config) -> tuple[Mapping[str, Any], str]:
 def _method(config: Config) -> str:
     """What it is told to run: a DSpark draft as DFlash would draft a token less, and none by its Markov head's rules."""
     data, kind = _metadata(config)
-    markov = "markov" in data or "markov_rank" in config
-    return "dspark" if markov else kind or ("dflash" if architecture_of(config) == "DFlashDraftModel" else "eagle3")
+    if "markov" in data or "markov_rank" in config:
+        return "dspark"
+    told = {"DFlashDraftModel": "dflash", "MTPDraftModel": "mtp"}.get(architecture_of(config), "eagle3")
+    return "mtp" if kind in HEADS else kind or told
 
 
 def _file(config: Config, draft: str) -> str:

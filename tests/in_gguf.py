@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from foredraft.contracts.engine import total
 from foredraft.formats.gguf import paired, rope_fields, token_fields, write_gguf
+from foredraft.plugins import gguf_heads as heads
 from foredraft.plugins.gguf import INNER
 from foredraft.serving import read_metrics
 from foredraft.target.gguf import TABLES
@@ -25,6 +26,8 @@ BINARIES = os.environ.get("FOREDRAFT_LLAMACPP")
 def write_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None, file: Path, outtype: str = "auto") -> Path:
     """A Llama or Qwen3 target as llama.cpp's own converter writes it; without a tokenizer its tokens are numbers."""
     config: Any = model.config
+    if config.model_type in heads.ARCHITECTURES:
+        return write_hybrid(model, file, outtype)
     kind = config.model_type
     data = {
         "general.name": "tiny",
@@ -62,6 +65,41 @@ def write_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | No
                 tensor = paired(tensor, config.head_dim)
         tensors[theirs] = tensor.contiguous()
     write_gguf(file, kind, data, tensors, outtype)
+    return file
+
+
+LINEAR = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
+
+
+def write_hybrid(model: PreTrainedModel, file: Path, outtype: str) -> Path:
+    """A dense Qwen3.5 target with as many heads of values as of keys, its tokens numbers."""
+    config: Any = model.config
+    data = {f"qwen35.{key}": value for key, value in heads.metadata(config.to_dict()).items()}
+    tensors: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        _, part, *rest = name.split(".")
+        linear = "linear_attn" in rest
+        if linear:
+            theirs = LINEAR[".".join(rest[2:])]
+            tensor = -tensor.exp() if theirs == "ssm_a" else tensor.squeeze(1) if theirs == "ssm_conv1d.weight" else tensor
+        elif part == "layers":
+            theirs = heads.NAMES[".".join(["layers.0", *rest[1:]])]
+        else:
+            theirs = {**{ours: other for other, ours in TABLES.items()}, "model.norm.weight": "output_norm.weight"}[name]
+        theirs = f"blk.{rest[0]}.{theirs}" if part == "layers" else theirs
+        tensors[theirs] = (tensor if linear else heads.plus_one(name, tensor)).contiguous()
+    numbers = token_fields(None, None, config.vocab_size) | {"tokenizer.ggml.eos_token_id": config.vocab_size - 1}
+    write_gguf(file, "qwen35", {**data, **numbers}, tensors, outtype)
     return file
 
 
@@ -117,10 +155,10 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read())
 
-    def generate(self, ids: list[int], tokens: int) -> tuple[list[int], dict[str, Any]]:
-        """Greedy tokens, and what the server says of them."""
+    def generate(self, ids: list[int], tokens: int, slot: int = -1) -> tuple[list[int], dict[str, Any]]:
+        """Greedy tokens, and what the server says of them; of a `slot`, or of any."""
         body = {"prompt": ids, "n_predict": tokens, "temperature": 0, "return_tokens": True, "cache_prompt": False}
-        answer = self.ask("/completion", body)
+        answer = self.ask("/completion", {**body, "id_slot": slot})
         return answer["tokens"], answer["timings"]
 
     def text(self) -> str:

@@ -12,7 +12,7 @@ from in_gguf import write_target
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from foredraft import ForedraftError, Target, auto_draft, save_draft
@@ -130,6 +130,34 @@ def test_there_and_back(tmp_path: Path, rope: str, dtype: torch.dtype, options: 
     assert rotary.attention_scaling == pytest.approx(draft.rotary_emb.attention_scaling, rel=1e-6)
 
 
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_5_text", torch.bfloat16), ("qwen3_next", torch.float32)])
+def test_a_multi_token_head_there_and_back(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    """Matrices bit for bit, experts too; norms as numbers that compute the same: the file holds what ours add to 1."""
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    config = AutoConfig.for_model(family, **{**SHAPE, "num_hidden_layers": 4}, **linear, **(experts if family == "qwen3_next" else {}))
+    tiny_model(config).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    draft = auto_draft(load_config(str(tmp_path / "target")), "mtp")
+    for parameter in draft.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    save_draft(draft.to(dtype), tmp_path / "draft")
+    file = export_draft(tmp_path / "draft", tmp_path / "draft.gguf", "gguf")
+    done = import_draft(file, tmp_path / "again", str(tmp_path / "target"))
+    again = auto_draft(done.path)
+    assert (done.form, done.algorithm, again.dtype) == ("gguf", "mtp", dtype)
+    found, own = again.state_dict(), {n: t for n, t in draft.state_dict().items() if n not in TARGET_HEAD}
+    for name, tensor in own.items():
+        added = float(name.endswith("norm.weight"))
+        assert_close(added + found[name].float(), added + tensor.float(), rtol=0, atol=0, msg=name)
+    held = read_gguf(file)
+    assert {name for name in held.tensors if not name.startswith("blk.4.")} == {"token_embd.weight", "output.weight", "output_norm.weight"}
+    for given in (draft.config.to_dict(), (read := open_subject(file).draft).config):
+        words = LlamaCpp().arguments(given, "draft", "target", 3)
+        assert words[words.index("--spec-type") + 1] == "draft-mtp"
+    assert LlamaCpp().findings(read) == []
+
+
 def test_rows_are_those_of_adjacent_pairs() -> None:
     """llama.cpp turns neighbours against each other: on rows in its order the scores are those of ours."""
     torch.manual_seed(0)
@@ -195,7 +223,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
     ("dspark", {"markov_head_type": "rnn", "confidence_head_with_markov": False}, "llama", ("vanilla", "reads the token before")),
     ("domino", {}, "llama", ("projector_type",)),
     ("medusa", {}, "llama", ("no architecture",)),
-    ("mtp", {}, "qwen3_next", ("a target's own file",)),
+    ("mtp", {}, "llama", ("no head there",)),
+    ("mtp", {}, "deepseek_v3", ("latent attention", "not written yet")),
     ("eagle3", {}, "deepseek_v3", ("latent attention",)),
 ]
 
@@ -204,7 +233,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
 def test_refusals(algorithm: str, options: dict[str, Any], family: str, reasons: tuple[str, ...]) -> None:
     """All at once, by format and engine, with the build they were found in."""
     from test_conformance import TestDeepseekV3
-    from transformers import AutoConfig
 
     target = TestDeepseekV3.config if family == "deepseek_v3" else AutoConfig.for_model(family, **SHAPE)
     with torch.device("meta"):
@@ -223,9 +251,10 @@ def test_doctor_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [f for f in examine(file, target) if f.severity != "note"] == []
     engine = LlamaCpp()
     command = f"llama-server -m {target} --metrics -md {file} --spec-type draft-eagle3 --spec-draft-n-max"
+    alone = "--no-spec-draft-backend-sampling"
     monkeypatch.setattr("foredraft.plugins.llamacpp._has_amx", lambda: True)
-    assert serve_command(engine, file, str(target)) == f"{command} 4"
-    assert serve_command(engine, tmp_path / "draft", str(target), 2) == f"{command} 2", "its file is there"
+    assert serve_command(engine, file, str(target)) == f"{command} 4 {alone}"
+    assert serve_command(engine, tmp_path / "draft", str(target), 2) == f"{command} 2 {alone}", "its file is there"
     os.utime(file, (0, 0))
     both = serve_command(engine, tmp_path / "draft", str(target), 2).splitlines()
     costs = tmp_path / "costs.json"
@@ -241,12 +270,12 @@ def test_doctor_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             {"a": {"tau": 1.6, "acceptance": [0.5, 0.3, 0.1, 0.1]}, "b": {"tau": 1.2, "acceptance": [0.3, 0.2, 0.1, 0.1]}},
         )
         with nullcontext() if isinstance(chosen, int) else pytest.raises(ForedraftError, match=chosen):
-            assert serve_command(engine, tmp_path / "draft", str(target), costs=costs).endswith(f"-max {chosen}")
+            assert serve_command(engine, tmp_path / "draft", str(target), costs=costs).endswith(f"-max {chosen} {alone}")
     for where, wrong, text in ((file, "{}", "is not recorded"), (tmp_path / "draft", '{"costs": [1]}', "expected JSON such as")):
         costs.write_text(wrong)
         with pytest.raises(ForedraftError, match=text):
             serve_command(engine, where, str(target), costs=costs)
-    assert both == [f"foredraft export {tmp_path / 'draft'} {file} --format gguf --target {target}", f"{command} 2"]
+    assert both == [f"foredraft export {tmp_path / 'draft'} {file} --format gguf --target {target}", f"{command} 2 {alone}"]
     with pytest.raises(ForedraftError, match="loads GGUF files"):
         serve_command(engine, file, str(tmp_path / "target"))
 
@@ -262,9 +291,14 @@ def test_doctor_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "llamacpp-rope-base": ({"eagle3.rope.freq_base": None}, {}),
         "llamacpp-heads": ({"eagle3.attention.value_length": 8}, {}),
         "llamacpp-target-width": ({"eagle3.target_hidden_size": None}, {}),
+        "llamacpp-d2t-dtype": ({}, {"d2t": tensors["d2t"].int()}),
+        "llamacpp-vocabulary": ({"tokenizer.ggml.tokens": ["<0>"] * 100}, {}),
+        "llamacpp-block": (dflash := {"general.architecture": "dflash"}, {}),
+        "llamacpp-mask": (dflash | {"dflash.block_size": 4}, {}),
     }
     for id, (fields, other) in spoilt.items():
         changed = {name: v for name, v in {**data, **fields}.items() if v is not None and name not in ("d2t", "rope_freqs", "packed")}
+        changed = {name.replace("eagle3.", f"{changed['general.architecture']}."): value for name, value in changed.items()}
         GGUF().save(tmp_path / "spoilt.gguf", {INSIDE: changed}, {n: t for n, t in {**tensors, **other}.items() if t is not None})
         subject = open_subject(tmp_path / "spoilt.gguf")
         assert id in {f.id for f in engine.findings(subject.draft)}

@@ -6,6 +6,7 @@ Needs `FOREDRAFT_LLAMACPP`, the directory of `llama-server` (docs/engines.md say
 import json
 import os
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from foredraft import ForedraftError, auto_draft, default_registry, save_draft
 from foredraft.cli import app
+from foredraft.decoding import AutoregressiveDrafter
 from foredraft.formats import export_draft, serve_command
 from foredraft.target.loading import load_config, load_target
 
@@ -27,10 +29,12 @@ pytestmark = [pytest.mark.llamacpp, pytest.mark.skipif(BINARIES is None, reason=
 STEPS = 25
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 SHAPE = {**matrix.SHAPE, "head_dim": 32}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 matrix.TARGETS.update(
     {
         "Llama": {"model_type": "llama", **SHAPE, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e4, **LLAMA3}},
         "Llama, linear": {"model_type": "llama", **SHAPE, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+        "Qwen3.5": {"model_type": "qwen3_5_text", **SHAPE, **LINEAR, "num_hidden_layers": 4},
         "Qwen3, yarn": {"model_type": "qwen3", **SHAPE, "tie_word_embeddings": True, "rope_parameters": YARN},
     }
 )
@@ -41,7 +45,18 @@ PAIRS = [
     ("Llama", "DFlash"),
     ("Qwen3, yarn", "DFlash"),
     ("Llama", "DSpark"),
+    ("Qwen3.5", "MTP"),
 ]
+
+
+class Preceded(AutoregressiveDrafter):
+    """Reads one slot more: llama.cpp has its heads see the first token, too, beside a state that is zero as a slot of the server begins
+    (afterwards that of its last request's end)."""
+
+    def propose(self, ids: torch.Tensor, aux_1NA: torch.Tensor, limit: int, choose: Any) -> Any:
+        if not self.confirmed:
+            aux_1NA = torch.cat([torch.zeros_like(aux_1NA[:, :1]), aux_1NA], dim=1)
+        return super().propose(torch.cat([ids[:1], ids]), aux_1NA, limit, choose)
 
 
 @pytest.fixture(scope="session")
@@ -83,10 +98,13 @@ def test_llamacpp_writes_the_same_text_and_drafts_what_we_draft(family: str, alg
     if not draft.complete:
         draft.take_head(model)
     found, compared, ties = [0] * DRAFTED, 0, 0
-    with Server(*drafting(target, file), folder=folder) as server:
-        for prompt, text in zip(prompts(), plain(family, folder), strict=True):
+    slots = len(prompts())
+    with Server(*drafting(target, file), "-np", slots, "-c", 256 * slots, folder=folder) as server:
+        for slot, (prompt, text) in enumerate(zip(prompts(), plain(family, folder), strict=True)):
+            if algorithm == "MTP":
+                draft.algorithm.drafter = Preceded
             before = len(server.drafted())
-            written, timings = server.generate(prompt, NEW)
+            written, timings = server.generate(prompt, NEW, slot)
             assert written == text, "llama.cpp's greedy text with the draft is not the one without"
             assert timings["draft_n"] > 0, "nothing was drafted"
             continued, ours = in_foredraft(model, draft, prompt, NEW + 2 * DRAFTED)
@@ -106,6 +124,11 @@ def test_llamacpp_writes_the_same_text_and_drafts_what_we_draft(family: str, alg
                 found, known = [a + b for a, b in zip(found, right, strict=True)], known + 1 + sum(right)
             ties += tied
         drafts, theirs_found = server.accepted()
+        with ThreadPoolExecutor(4) as pool:
+            texts = [tokens for tokens, _ in pool.map(lambda prompt: server.generate(prompt, NEW), prompts())]
+        assert texts == plain(family, folder)
+        twice = (2 * drafts, [2 * n for n in theirs_found])
+        assert algorithm == "MTP" or server.accepted() == twice, "drafts of requests at once are not those of each alone"
     print(f"\n{family}, {algorithm}: {compared - ties} of {compared} drafted tokens are ours, {ties} ties; accepted {found} of {drafts}")
     assert theirs_found == found, "the server accepts other tokens"
     assert ties <= compared / 100

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ForedraftError
-from ..target.gguf import OWN_ROPE, is_gguf, library
-from ..target.loading import load_tokenizer
+from ..target.gguf import OWN_ROPE, TABLES, is_gguf, library, read_gguf
+from ..target.loading import load_target, load_tokenizer
+from ..target.weights import matrix_of
 
 
 def write_gguf(file: Path, architecture: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], outtype: str) -> None:
@@ -81,6 +82,19 @@ def token_fields(asked: str | None, named: str | None, vocab_size: int) -> dict[
         raise ForedraftError(f"target '{target}' has tokens up to {max(ids.values())}, the draft was made for {vocab_size}")
     texts = {i: text for text, i in ids.items()}
     return {**plain, "tokenizer.ggml.tokens": [texts.get(i, f"<{i}>") for i in range(vocab_size)]}
+
+
+def tables(target: str) -> dict[str, Tensor]:
+    """Embedding and head of a target, by their names there; of a file without a head of its own (tied) the embedding alone.
+
+    Raises `ForedraftError` for a target that cannot be read; a directory's is loaded whole.
+    """
+    if is_gguf(target):
+        held = read_gguf(target)
+        return {name: held.load(name) for name in TABLES if name in held.tensors}
+    model = load_target(target, "auto")
+    modules = model.get_input_embeddings(), model.get_output_embeddings()
+    return {name: matrix_of(module).contiguous() for name, module in zip(TABLES, modules, strict=True)}
 
 
 def _type(tensor: Tensor, outtype: str, gguf: Any) -> Any:
