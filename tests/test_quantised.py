@@ -187,6 +187,25 @@ def in_fp8(model: Any, folder: Path) -> None:
     written(model, folder, state, {"quant_method": "fp8", "weight_block_size": [side, side], "modules_to_not_convert": ["lm_head"]})
 
 
+def in_four_bits(model: Any, folder: Path, method: str) -> None:
+    """The model as AutoAWQ (`gemm`) or AutoGPTQ write it: eight numbers in an integer, of as many columns out of order, or of rows."""
+    group, state = 32, dict(model.state_dict())
+    for name in [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]:
+        weight_OI = state.pop(f"{name}.weight")
+        pieces = weight_OI.view(len(weight_OI), -1, group)
+        scale = pieces.abs().amax(-1, keepdim=True) / 7
+        integers_IO = ((pieces / scale).round().long() + 8).view_as(weight_OI).T
+        zeros = torch.full((pieces.shape[1], len(weight_OI) // 8), 0x88888888 if method == "awq" else 0x77777777)  # GPTQ's less one
+        eights = (
+            integers_IO.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]] if method == "awq" else integers_IO.unflatten(0, (-1, 8)).mT
+        )
+        packed = (eights << (4 * torch.arange(8))).sum(-1)
+        state |= {f"{name}.qweight": packed.to(torch.int32), f"{name}.qzeros": zeros.to(torch.int32), f"{name}.scales": scale[..., 0].T}
+        state |= {} if method == "awq" else {f"{name}.g_idx": (torch.arange(weight_OI.shape[1]) // group).to(torch.int32)}
+    own = {"version": "gemm", "zero_point": True} if method == "awq" else {"desc_act": False, "sym": True, "checkpoint_format": "gptq"}
+    written(model, folder, state, {"quant_method": method, "bits": 4, "group_size": group, "modules_to_not_convert": ["lm_head"], **own})
+
+
 def written(model: Any, folder: Path, state: dict[str, Tensor], quantization: dict[str, Any]) -> None:
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
@@ -196,6 +215,7 @@ def written(model: Any, folder: Path, state: dict[str, Tensor], quantization: di
 
 PUBLISHED: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
     "fp8 in blocks": ("accelerate", in_fp8),
+    **{method: ("gptqmodel", partial(in_four_bits, method=method)) for method in ("awq", "gptq")},
     **{f"compressed-tensors {s}": ("compressed_tensors", partial(in_compressed_tensors, scheme=s)) for s in ("FP8_DYNAMIC", "FP8")},
     **{f"compressed-tensors {s}": ("compressed_tensors", partial(in_compressed_tensors, scheme=s)) for s in ("W8A8", "W8A16", "W4A16")},
 }
