@@ -131,6 +131,10 @@ class TestReplay:
         with pytest.raises(ForedraftError, match="behind a state it does not read several tokens as it does in one go"):
             generate(model, "prompt_lookup", IDS, **GREEDY)
 
+    def test_a_model_that_leaves_its_cache_empty(self) -> None:
+        with pytest.raises(ForedraftError, match="it keeps no cache"):
+            generate(target_of("openai-gpt"), "prompt_lookup", IDS, **GREEDY)
+
     @pytest.mark.parametrize("family", ["zamba2", "minimax"])
     def test_no_trees(self, family: str) -> None:
         model = target_of(family)

@@ -72,8 +72,10 @@ class TextCache:
 
         Sliding windows, which keep more while they may have to go back, are cut to their length here.
         """
-        found = cache_of(outputs)
-        self.held = self.held if found is None else found  # some write into the one that they were given, and do not hand it on
+        found, given = cache_of(outputs), getattr(self.held, "layers", ())
+        if found is None and any(getattr(layer, "is_initialized", False) for layer in given):
+            found = self.held  # some write into the one that they were given, and do not hand it on
+        self.held = found
         if self.held is None:
             raise ForedraftError(NO_CACHE)
         if not self.stateful:
