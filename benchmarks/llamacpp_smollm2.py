@@ -89,7 +89,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for kind in dict.fromkeys(row["type"] for row in rows):
         of = {row["drafted"]: {load["at once"]: load for load in row["loads"]} for row in rows if row["type"] == kind}
         whole = {row["drafted"]: row for row in rows if row["type"] == kind}
-        alike = ", ".join(same(whole[k], whole.get(0, {})) for k in drafted if k in whole and k)
+        alike = ", ".join(same(whole[k], whole.get(0, {})) for k in drafted if k in whole and k) + f" of {next(iter(whole.values()))['of']}"
         for i, load in enumerate(sorted({load for loads in of.values() for load in loads})):
             cells = [of.get(k, {}).get(load) for k in drafted]
             texts = [f"{c['tokens/s']:.1f}" + (f" ({c['tau']:.2f})" if c["tau"] else "") if c else "not run" for c in cells]
