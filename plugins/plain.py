@@ -1,4 +1,4 @@
-"""Drafts as engines read them: EAGLE-3 and P-EAGLE by SpecForge or for vLLM, blocks by z-lab, DeepSpec, SpecForge and NeMo."""
+"""Drafts as engines read them: EAGLE-1, EAGLE-3 and P-EAGLE by SpecForge or for vLLM, blocks by z-lab, DeepSpec, SpecForge and NeMo."""
 
 from collections.abc import Collection
 
@@ -10,7 +10,7 @@ class Plain(FormatBase):
     """The names are ours."""
 
     name = "plain"
-    summary = "drafts as engines read them: DFlash and its kin by z-lab, DeepSpec, SpecForge and NeMo, EAGLE-3 and P-EAGLE for engines"
+    summary = "drafts as engines read them: DFlash and its kin by z-lab, DeepSpec, SpecForge and NeMo, EAGLE-1, 3 and P-EAGLE for engines"
     sign = "fc.weight and layers.0.*"
     priority = -1
 
