@@ -55,6 +55,18 @@ INNER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+"""Metadata, behind the architecture's name, by what it is in a config."""
 HEAD_NAMES = {theirs: ours for ours, theirs in heads.NAMES.items()}
 PERMUTED = {"eagle3": ("attn_q", "attn_k"), "dflash": ()}
 """What its rotary embedding wants in adjacent pairs; ours, as transformers', turns the halves of a head against each other."""
@@ -114,22 +126,16 @@ class GGUF(FormatBase):
             return shortest(data.get(f"{kind}.{key}"))
 
         fields = {
-            "num_hidden_layers": told("block_count"),
-            "max_position_embeddings": told("context_length"),
-            "hidden_size": told("embedding_length"),
-            "intermediate_size": told("feed_forward_length"),
-            "num_attention_heads": told("attention.head_count"),
-            "num_key_value_heads": told("attention.head_count_kv"),
-            "head_dim": told("attention.key_length"),
-            "rms_norm_eps": told("attention.layer_norm_rms_epsilon"),
+            **{ours: told(theirs) for theirs, ours in SIZES.items()},
             "rope_parameters": rope_parameters(data, str(kind), data.get("rope_freqs")),
             "target_hidden_size": told("target_hidden_size"),
-            "vocab_size": tokens if isinstance(tokens := data.get("tokenizer.ggml.tokens"), int) else told("vocab_size"),
             "draft_vocab_size": data.get("d2t"),
             "eagle_aux_hidden_state_layer_ids": told("target_layers"),
             "norm_before_residual": told("norm_before_residual"),
             "norm_before_fc": told("norm_before_fc"),
         }
+        if isinstance(tokens := data.get("tokenizer.ggml.tokens"), int):
+            fields["vocab_size"] = tokens
         if kind == "dflash":
             fields |= {
                 "block_size": told("block_size"),
@@ -206,25 +212,14 @@ class GGUF(FormatBase):
         kind = KINDS[config.foredraft["architecture"]]
         factors, scaling = rope_fields(draft.rotary_emb, config.rope_parameters)
         stated = {
-            "block_count": config.num_hidden_layers,
-            "context_length": config.max_position_embeddings,
-            "embedding_length": config.hidden_size,
-            "feed_forward_length": config.intermediate_size,
-            "attention.head_count": config.num_attention_heads,
-            "attention.head_count_kv": config.num_key_value_heads,
-            "attention.key_length": config.head_dim,
+            **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
             "attention.value_length": config.head_dim,
-            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
             "rope.dimension_count": config.head_dim,
             **scaling,
-            "vocab_size": config.vocab_size,
             "target_layers": list(config.aux_layers),
         }
         if kind == "eagle3":
-            stated |= {
-                "target_hidden_size": config.target_hidden_size,
-                "norm_before_residual": bool(config.norm_before_residual),
-            }
+            stated |= {"target_hidden_size": config.target_hidden_size, "norm_before_residual": bool(config.norm_before_residual)}
         else:
             fields = config.to_dict()
             stated["block_size"] = fields["block_size"]
