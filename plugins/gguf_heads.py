@@ -64,6 +64,7 @@ def metadata(text: Mapping[str, Any]) -> dict[str, Any]:
         "attention.key_length": width,
         "attention.value_length": width,
         "attention.layer_norm_rms_epsilon": float(text["rms_norm_eps"]),
+        "full_attention_interval": 1 + text["layer_types"].index("full_attention"),
         "attention.recurrent_layers": [kind == "linear_attention" for kind in text["layer_types"]],
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": int(width * rope.get("partial_rotary_factor", 1.0)),
