@@ -98,7 +98,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What is not as `SIZES` has it, by model_type."""
 UNTRIED = "never run yet in these sizes"
 NOT_ALIKE = {
-    "mimo_v2_flash": "never run since its config says RoPE in the words of both; before, the first layer was another",
     **dict.fromkeys(("minimax_m2", "laguna"), "vLLM's router of experts for the CPU knows softmax alone"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "kimi_linear", "jais2", "mellum", "gpt_neox", "vaultgemma"), UNTRIED),
 }
