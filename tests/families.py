@@ -99,7 +99,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 UNTRIED = "never run yet in these sizes"
 NOT_ALIKE = {
     **dict.fromkeys(("minimax_m2", "laguna"), "vLLM's router of experts for the CPU knows softmax alone"),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "kimi_linear", "jais2", "mellum", "gpt_neox", "vaultgemma"), UNTRIED),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "kimi_linear", "mellum"), UNTRIED),
+    **dict.fromkeys(("gpt_neox", "vaultgemma"), "did not come out alike when it was run once; why was not looked into"),
 }
 """Why a family is not expected to come out alike: known on 22 November 2026, with vLLM 0.32 on the CPU."""
 HALF = ("qwen3_next", "qwen3_5_text", "nemotron_h", "deepseek_v2", "deepseek_v3")
