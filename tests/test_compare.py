@@ -92,6 +92,9 @@ def test_an_interrupted_comparison_goes_on(work: Path, monkeypatch: pytest.Monke
 
 def test_replayed_drafts_have_the_counts_of_decoding(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foredraft.training.run.plot_training", lambda *_: None)
+    for file in map(Path, ("eagle3.yaml", "medusa.yaml")):
+        run = yaml.safe_load(file.read_text())
+        file.write_text(yaml.safe_dump({**run, "training": {**run["training"], "max_steps": 40, "learning_rate": 3.0e-3}}))
     named = ("eagle3.yaml", "medusa.yaml", "suffix", "--max-new-tokens", 12, "--dtype", "float32", "--num-draft-tokens", 2)
     decoded, replayed = ("--out", "decoded", "--no-baseline"), ("--out", "replayed", "--replay")
     compare(*named, *decoded)
@@ -105,12 +108,31 @@ def test_replayed_drafts_have_the_counts_of_decoding(work: Path, monkeypatch: py
                 key: theirs[key] for key in ("tau", "acceptance", "emitted", "drafted", "prompts")
             }
             assert theirs["speedup"] is theirs["tokens_per_second"] is None
-    assert results[0]["suffix"]["results"]["first"]["tau"] > 1
+    for name in results[0]:  # else nothing of a draft would have been compared
+        assert any(result["tau"] > 1 for result in results[0][name]["results"].values()), name
     Path("replayed/comparison.json").unlink()  # the texts are kept
     monkeypatch.setattr("foredraft.decoding.replay.answers", None)
     compare(*named, *replayed)
     with pytest.raises(ForedraftError, match=r"--replay --temperature 1: .* leave one of them out"):
         compare(*named, *replayed, "--temperature", 1)
+
+
+def test_the_run_that_reads_most_fills_what_is_shared(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[str] = []
+
+    def noting(run: Any) -> None:
+        trained.append(run.algorithm)
+        if len(trained) == 2:
+            raise InterruptedError
+
+    monkeypatch.setattr("foredraft.training.run.train", noting)
+    run = yaml.safe_load(Path("medusa.yaml").read_text())
+    for algorithm in ("dflash", "dspark"):
+        own = {"algorithm": algorithm, "options": {"block_size": 3, "num_layers": 2}, "output_dir": f"runs/{algorithm}"}
+        Path(f"{algorithm}.yaml").write_text(yaml.safe_dump({**run, **own, "hidden_states_cache": "states"}))
+    with pytest.raises(InterruptedError):
+        compare("dflash.yaml", "dspark.yaml")
+    assert trained == ["dspark", "dflash"]
 
 
 def test_all_that_is_wrong_is_told_first(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

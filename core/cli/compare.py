@@ -65,7 +65,6 @@ def compare(
     A comparison that was ended goes on: trainings from their checkpoints, and what is measured is kept.
     """
     from ..decoding.evaluate import have_images
-    from ..decoding.report import demand_identical, plot_comparison, tabulated
     from ..files.writing import write_text
     from ..training.checks import check_writable
     from ..training.run import train
@@ -83,15 +82,9 @@ def compare(
     if replay and temperature:
         problems.append(f"--replay --temperature {temperature:g}: what a sample would be depends on the draft: leave one of them out")
     how: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "max_new_tokens": max_new_tokens}
-    asked = {
-        **how,
-        "temperature": temperature,
-        "baseline": baseline and not replay,
-        "replay": replay,
-        "dtype": dtype,
-        "target": target,
-        "prompts": {name: _digest(json.dumps(texts, default=str).encode()) for name, texts in questions.items()},
-    }
+    decoded = {"temperature": temperature, "baseline": baseline and not replay}
+    prompted = {name: _digest(json.dumps(texts, default=str).encode()) for name, texts in questions.items()}
+    asked = {**how, **decoded, "replay": replay, "dtype": dtype, "target": target, "prompts": prompted}
     with gathering(problems):
         rows: dict[str, Row] = _earlier(out / RESULTS, asked, [one.name for one in found])
     if problems:
@@ -102,14 +95,21 @@ def compare(
     measure: dict[str, Measure] = {
         name: _replaying(out / f"{name}_texts.json", asked, model, reader, texts, how)
         if replay
-        else partial(_decoding, model, reader, texts, {**how, "temperature": temperature, "baseline": baseline})
+        else partial(_decoding, model, reader, texts, {**how, **decoded})
         for name, texts in questions.items()
     }
     for one in found:
         for _ in _measured(one, model, measure, rows):
             held = {other.name: rows[other.name].to_dict() for other in found if other.name in rows}
             write_text(out / RESULTS, json.dumps({"asked": asked, "rows": held}, indent=1))
-    rows = {one.name: rows[one.name] for one in found}
+    _told(out, {one.name: rows[one.name] for one in found})
+
+
+def _told(out: Path, rows: "dict[str, Row]") -> None:
+    """Write table and plot, and print the table. Raises `ForedraftError` where a draft changed a text."""
+    from ..decoding.report import demand_identical, plot_comparison, tabulated
+    from ..files.writing import write_text
+
     write_text(out / "comparison.md", tabulated(rows))
     plot_comparison(rows, out / "comparison.png")
     print(f"\n{tabulated(rows)}\nwritten: {out}/comparison.md, .json and .png")

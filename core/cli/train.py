@@ -112,8 +112,6 @@ def report(
 
     found = []
     if prompts is not None:
-        import json
-
         from ..decoding import load_prompts
         from ..decoding.traced import trace
         from ..errors import ForedraftError
