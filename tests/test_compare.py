@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 import yaml
 from rigged import letter_tokenizer, predictable_target
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import foredraft.decoding
 from foredraft import ForedraftError, evaluate
 from foredraft.cli import app
+from foredraft.cli.common import load_draft_for
+from foredraft.decoding import load_prompts
+from foredraft.decoding.replay import answers, evaluate_replayed
+from foredraft.training.run import train
+from foredraft.training.settings import RunConfig
 
 
 @pytest.fixture
@@ -115,6 +121,25 @@ def test_replayed_drafts_have_the_counts_of_decoding(work: Path, monkeypatch: py
     compare(*named, *replayed)
     with pytest.raises(ForedraftError, match=r"--replay --temperature 1: .* leave one of them out"):
         compare(*named, *replayed, "--temperature", 1)
+
+
+def test_lengths_that_are_chosen_step_by_step_are_replayed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.training.run.plot_training", lambda *_: None)
+    run = yaml.safe_load(Path("eagle3.yaml").read_text())
+    Path("eagle3.yaml").write_text(yaml.safe_dump({**run, "training": {**run["training"], "max_steps": 40, "learning_rate": 3.0e-3}}))
+    train(RunConfig.load("eagle3.yaml"))
+    target, reader = AutoModelForCausalLM.from_pretrained("target"), AutoTokenizer.from_pretrained("target")
+    draft = load_draft_for(Path("runs/eagle3/draft"), target)
+    prompts = load_prompts("first.jsonl")
+    texts = answers(target, reader, prompts, 24)
+    found = []
+    for how in ({}, {"min_confidence": 0.2}, {"min_acceptance": 0.6}, {"first": "prompt_lookup"}):
+        ours = evaluate_replayed(target, draft, texts, num_draft_tokens=3, max_new_tokens=24, **how)
+        decoded = evaluate(target, draft, reader, prompts, num_draft_tokens=3, max_new_tokens=24, baseline=False, **how)
+        assert ours.settings == decoded.settings
+        assert (ours.tau, ours.acceptance, ours.drafted) == (decoded.tau, decoded.acceptance, decoded.drafted), how
+        found.append((ours.tau, ours.drafted))
+    assert len(set(found)) == 4  # else one of the ways changed nothing
 
 
 def test_the_run_that_reads_most_fills_what_is_shared(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,13 @@ class TestWhatTrainingReads:
         assert (wanted.tokens, wanted.size) == (aux, 4 * 32 * (3 * aux + final))
         assert 0 < sum(file.stat().st_size for file in shards(tmp_path)) - wanted.size < 2000, "headers and index"
 
+    def test_aux_states_that_are_the_final_ones_are_kept_once(self, tmp_path: Path) -> None:
+        layers = (MODEL.config.num_hidden_layers,)
+        once = cached(tmp_path, layers=layers)
+        once.fill(PACKED)
+        assert (wanted := once.store.wanted([PACKED])).size == 4 * 32 * wanted.tokens
+        assert cached(tmp_path / "final", layers=layers, needs=("final",)).store.form.widths == {"hidden": 32}
+
     @pytest.mark.parametrize(("kept", "near"), [("bfloat16", 4e-3), ("float8", 0.07)])
     def test_fewer_bytes(self, tmp_path: Path, kept: str, near: float) -> None:
         """Float8 keeps a scale per state, so that one large state costs the others nothing."""

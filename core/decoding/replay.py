@@ -15,7 +15,7 @@ from ..errors import ForedraftError
 from ..target.capture import AuxCapture, decoder_of
 from ..target.pairing import check_pair
 from .evaluate import Evaluation, Prompt, encode, have_images, machine, sampling, spent
-from .generate import algorithm_and_draft
+from .generate import algorithm_and_draft, without_model
 from .loop import DecodingLoop, DraftingStats
 
 Answered = tuple[list[int], int]
@@ -45,6 +45,9 @@ def evaluate_replayed(
     texts: Sequence[Answered],
     *,
     num_draft_tokens: int | None = None,
+    min_confidence: float = 0.0,
+    min_acceptance: float = 0.0,
+    first: DrafterBase | str | None = None,
     max_new_tokens: int = 128,
     progress: Any = None,
 ) -> Evaluation:
@@ -56,15 +59,17 @@ def evaluate_replayed(
     algorithm, model = algorithm_and_draft(draft)
     if model is not None:
         check_pair(target, model)
-    stats, num_draft_tokens = DraftingStats(), tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
+    stats, ahead = DraftingStats(), None if first is None else without_model(first)
+    num_draft_tokens = tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
+    least = {"min_confidence": min_confidence, "min_acceptance": min_acceptance}
     for number, (ids, known) in enumerate(texts, 1):
-        loop = DecodingLoop(algorithm, model, num_draft_tokens, None, stats, None)
+        loop = DecodingLoop(algorithm, model, num_draft_tokens, None, stats, None, first=ahead, **least)
         loop.model, loop.processors = target, LogitsProcessorList()
         loop.config = GenerationConfig(max_length=known + max_new_tokens, do_sample=False)
         _replay(loop, torch.tensor([ids], device=target.device), known)
         if progress is not None:
             progress(number, stats)
-    asked = {"num_draft_tokens": num_draft_tokens, "min_confidence": 0.0, "max_new_tokens": max_new_tokens, "temperature": 0.0}
+    asked = {"num_draft_tokens": num_draft_tokens, **least, **({"first": ahead.name} if ahead else {}), "max_new_tokens": max_new_tokens}
     return Evaluation(
         tau=stats.tau,
         acceptance=stats.acceptance,
@@ -75,7 +80,7 @@ def evaluate_replayed(
         identical=None,
         different=[],
         **spent(stats),
-        settings={"algorithm": algorithm.name, "shape": "chain", **asked, **machine(target)},
+        settings={"algorithm": algorithm.name, "shape": "chain", **asked, "temperature": 0.0, **machine(target)},
     )
 
 
@@ -96,5 +101,6 @@ def _replay(loop: DecodingLoop, text_1L: Tensor, known: int) -> None:
         emitted = 0
         while row is not None and known + emitted < len(ids):
             row, emitted = drafted.children.get((row, ids[known + emitted])), emitted + 1
+        loop.recent.add(drafted.deepest, emitted - 1)
         loop.stats.add(reach, emitted - 1, drafting)
         read, known = known - 1, known + emitted

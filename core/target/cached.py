@@ -76,8 +76,10 @@ class CachedTarget(Target):
         device = batch["input_ids"].device
         states = batch.get("states") or {name: t.to(device) for name, t in self.store.states(batch).items()}
         none = torch.empty(*batch["input_ids"].shape, 0, device=device)
+        aux_BSA = states.get("aux", none)
+        hidden_BST = states.get("hidden", aux_BSA if "final" in self.needs else none)
         places_CBS = places_in(self.model, batch) if "pixels" in batch else None
-        return Signal(states.get("aux", none), states.get("hidden", none), self.head, places_CBS)
+        return Signal(aux_BSA, hidden_BST, self.head, places_CBS)
 
     def run(self, rows: Sequence[Row], parts: Sequence[Part]) -> Iterator[tuple[Part, Mapping[str, Tensor]]]:
         """The states of some parts of packed rows, by the model."""

@@ -29,11 +29,15 @@ def fingerprint_of(
     dtype: Any,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Fingerprint:
-    """As plain values; of tokenizer and chat template where one is given."""
+    """As plain values; of tokenizer and chat template where one is given.
+
+    Final states are not needed beside aux states that are the final ones.
+    """
+    twice = "aux" in needs and tuple(aux_layers) == (config.get_text_config().num_hidden_layers,)
     found = {
         "target": describe_target(config)["fingerprint"],
         "aux_layers": list(aux_layers),
-        "needs": [need for need in ("aux", "final") if need in needs],
+        "needs": [need for need in ("aux", "final") if need in needs and not (twice and need == "final")],
         "dtype": str(dtype).removeprefix("torch."),
         "weights": {name: [float(f"{x:.4g}") for x in values] for name, values in sorted(weights.items())},
     }

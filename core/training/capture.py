@@ -72,7 +72,7 @@ def capture(
     dtype = store.form.dtype
 
     def by(server: Server) -> Wanted | int:
-        extraction = Extraction(server, config.target, target, layers, needs, dtype)
+        extraction = Extraction(server, config.target, target, layers, store.of["needs"], dtype)
         return fill(store, extraction, 4 * extraction.concurrency)
 
     if base_url is not None:
