@@ -3,6 +3,7 @@
 from transformers import PretrainedConfig
 
 from foredraft import GroupedQueryDraft, hookimpl
+from foredraft.contracts.aux_layers import depth_of
 from foredraft.decoding.compatibility import objection
 
 
@@ -23,7 +24,7 @@ class GenericDraft(GroupedQueryDraft):
         usual = super().aux_layers(target_config, count)
         deep = len(getattr(getattr(target_config, "vision_config", None), "deepstack_visual_indexes", None) or ())
         behind = tuple(max(layer, deep + 1 + i) for i, layer in enumerate(usual))
-        return behind if deep and behind[-1] < target_config.get_text_config().num_hidden_layers else usual
+        return behind if deep and behind[-1] < depth_of(target_config) else usual
 
     @classmethod
     def refuses(cls, target: PretrainedConfig) -> str | None:

@@ -17,6 +17,7 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     LlamaConfig,
+    LongcatFlashConfig,
     Olmo3Config,
     Phi3Config,
     PretrainedConfig,
@@ -28,10 +29,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from foredraft import ForedraftError, GroupedQueryDraft, Target, auto_draft, default_registry, generate, save_draft
 from foredraft.cli.describe import describe
+from foredraft.contracts.aux_layers import depth_of
 from foredraft.decoding.compatibility import Verdict, _objection, as_markdown, examine, language_models, objection, try_out, verdict
 from foredraft.decoding.families import tiny_model
 from foredraft.draft.grouped_query import NAMES
 from foredraft.target.capture import norm_scale
+from foredraft.target.pairing import describe_target
 
 TABLE = Path(__file__).parents[1] / "docs" / "targets.md"
 LISTED = [
@@ -40,7 +43,7 @@ LISTED = [
     for i, t in enumerate(default_registry().adapter(a).model_types)
 ]
 """The first model type of each adapter in every run, all of them among the slow tests."""
-SLOW = {"opt", "falcon", "gemma2", "glm4", "mixtral"}
+SLOW = {"opt", "falcon", "gemma2", "glm4", "mixtral", "longcat_flash"}
 LONG = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -228,7 +231,7 @@ class TestGeneric:
             ("bart", "it is an encoder with a decoder"),
             ("bert", "its logits depend on what follows: it is no causal decoder"),
             ("mllama", r"its embedding is \(72, 32\), not its vocabulary by its hidden size"),
-            pytest.param("longcat_flash", r".* has no list of the 56 decoder layers .* \(its longest holds 28: ", marks=pytest.mark.slow),
+            pytest.param("hrm_text", r".* has no list of the 64 decoder layers .* \(its longest holds 8: ", marks=pytest.mark.slow),
             ("git", r"no tiny model of its family can be built to look at: shrunk, it still has [\d,]+ parameters"),
         ],
     )
@@ -237,6 +240,12 @@ class TestGeneric:
         with pytest.raises(ForedraftError, match=f"(?s)no adapter for targets of model_type.*adapter 'generic' cannot take it: {reason}"):
             auto_draft(config)
         assert verdict(model_type).problem == objection(config)
+
+    def test_layers_that_a_config_counts_twice(self) -> None:
+        config = LongcatFlashConfig(num_layers=7)
+        assert config.num_hidden_layers == 14
+        assert depth_of(config) == describe_target(config)["num_hidden_layers"] == 7
+        assert GroupedQueryDraft.aux_layers(config, 3) == (2, 3, 4)
 
     def test_names_of_models_that_bring_their_own_code(self) -> None:
         """A config that spells everything its own way gives the draft that Llama's config gives; what it does not say is told."""

@@ -691,9 +691,11 @@ def test_a_target_whose_config_has_names_of_its_own(sound: Callable[..., Path], 
     shutil.copytree(target("llama"), tmp_path / "target")
     fields = json.loads((tmp_path / "target" / "config.json").read_text())
     for layers, said in ((fields["num_hidden_layers"], set[str]()), (3, {"target-layers"})):
-        gpt = {"model_type": "gpt2", "n_layer": layers, "n_embd": fields["hidden_size"], "vocab_size": fields["vocab_size"]}
-        (tmp_path / "target" / "config.json").write_text(json.dumps(gpt))
-        assert {f.id for f in examine(sound(), tmp_path / "target") if f.id.startswith("target-")} == said
+        sizes = {name: fields[name] for name in ("hidden_size", "vocab_size")}
+        gpt = {"model_type": "gpt2", "n_layer": layers, "n_embd": sizes["hidden_size"], "vocab_size": sizes["vocab_size"]}
+        for config in (gpt, {"model_type": "longcat_flash", "num_layers": layers, **sizes}):
+            (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+            assert {f.id for f in examine(sound(), tmp_path / "target") if f.id.startswith("target-")} == said
 
 
 def test_no_embedding_is_taken_from_another_target(sound: Callable[..., Path], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..contracts.aux_layers import depth_of
 from ..contracts.signal import Signal
 from ..data import DraftCollator
 from ..decoding import DraftingStats, generate
@@ -118,7 +119,7 @@ class Bench:
         """`recorded`: whether the draft's algorithm is known to be as in training; else only so many steps count as all train."""
         self.target, self.algorithm, self.texts, self.show = target, draft.algorithm, texts, show
         check_pair(target, draft)
-        count = target.config.get_text_config().num_hidden_layers
+        count = depth_of(target.config)
         collate, reader = DraftCollator(self.algorithm), Target(target, tuple(range(1, count)))
         whole = [collate([_row(ids, length, len(ids), len(ids), i)]) for i, (ids, length) in enumerate(texts)]
         read = [reader.capture(_to(batch, target.device)) for batch in whole]

@@ -65,7 +65,7 @@ class Opened:
         from transformers import CONFIG_MAPPING
 
         kind = str(fields.get("model_type"))
-        shared = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+        shared = {"num_hidden_layers": "num_layers", **(CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {})}
         return {**fields, **{name: fields[own] for name, own in shared.items() if own in fields}}
 
     @cached_property

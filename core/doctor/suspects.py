@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..contracts.aux_layers import depth_of
 from ..draft.grouped_query import rope_of
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
@@ -60,7 +61,7 @@ def aux_layers(draft: Any, target: PreTrainedModel) -> Iterator[Variant]:
     """All aux layers one up or one down, one of them alone, what other fields name, and the usual ones."""
     if draft.config.spec.final:
         return
-    mine, count = draft.config.aux_layers, target.config.get_text_config().num_hidden_layers
+    mine, count = draft.config.aux_layers, depth_of(target.config)
     tried = [tuple(i + shift for i in mine) for shift in (1, -1)]
     stated = draft.config.to_dict()
     tried += [tuple(i + shift for i in value(stated, name) or ()) for name, shift in AUX_LAYERS.items()]

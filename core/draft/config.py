@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ..contracts.algorithm import AlgorithmBase
-from ..contracts.aux_layers import BEFORE_NORM, check_aux_layers
+from ..contracts.aux_layers import BEFORE_NORM, check_aux_layers, depth_of
 from ..errors import ForedraftError, gathering
 from ..target.pairing import describe_target
 
@@ -17,14 +17,14 @@ def config_for(
 ) -> Any:
     """See `BaseDraft.make_config`."""
     algorithm, sized = algorithm.fitted(target), algorithm.sized_by(target)
-    text, spec = target.get_text_config(), algorithm.spec
-    end = BEFORE_NORM if spec.before_norm else text.num_hidden_layers
-    usual = (end,) if spec.final else algorithm.aux_layers(text.num_hidden_layers)
+    text, depth, spec = target.get_text_config(), depth_of(target), algorithm.spec
+    end = BEFORE_NORM if spec.before_norm else depth
+    usual = (end,) if spec.final else algorithm.aux_layers(depth)
     layers = aux_layers or usual or cls.aux_layers(target, spec.num_aux)
     size = draft_vocab_size or text.vocab_size
     problems: list[str] = []
     with gathering(problems):
-        check_aux_layers(layers, text.num_hidden_layers, spec.final)
+        check_aux_layers(layers, depth, spec.final)
     if len(layers) != spec.num_aux:
         problems.append(f"aux_layers={list(layers)} are {len(layers)} layers, but num_aux={spec.num_aux}: make them agree")
     if not 1 <= size <= text.vocab_size:

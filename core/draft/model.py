@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..contracts.algorithm import AlgorithmBase
-from ..contracts.aux_layers import default_aux_layers
+from ..contracts.aux_layers import default_aux_layers, depth_of
 from ..contracts.draft import Batch, DraftModel, HeadParts, KeyValueCache, Layout
 from ..contracts.signal import Signal
 from ..contracts.spec import DraftSpec
@@ -134,7 +134,7 @@ class BaseDraft(DraftVocabulary, Published, DraftModel):
     @classmethod
     def aux_layers(cls, target_config: PretrainedConfig, count: int) -> tuple[int, ...]:
         """The target layers a draft reads by default, as HF `hidden_states` indices."""
-        return default_aux_layers(target_config.get_text_config().num_hidden_layers, count)
+        return default_aux_layers(depth_of(target_config), count)
 
     def forward(self, batch: Batch, signal: Signal) -> dict[str, Any]:
         """The training step, inside the module so that DDP and FSDP wrap it: `{"loss", "metrics"}`."""

@@ -122,12 +122,12 @@ def retarget(draft: DraftModel, model: PreTrainedModel, rows: Iterable[dict[str,
 
 def check_fits(config: Any, target: PretrainedConfig) -> None:
     """Raises `ForedraftError` unless a draft of this config can read the hidden states of `target`; its vocabulary may be another."""
-    text, made = target.get_text_config(), config.foredraft["target"]
-    check_aux_layers(config.aux_layers, text.num_hidden_layers, config.spec.final)
+    theirs, made = describe_target(target), config.foredraft["target"]
+    check_aux_layers(config.aux_layers, theirs["num_hidden_layers"], config.spec.final)
     differences = [
-        f"{name}: the draft expects {expected}, the target has {getattr(text, name)}"
+        f"{name}: the draft expects {expected}, the target has {theirs[name]}"
         for name, expected in (("hidden_size", config.target_hidden_size), ("num_hidden_layers", made["num_hidden_layers"]))
-        if expected != getattr(text, name)
+        if expected != theirs[name]
     ]
     if differences:
         raise ForedraftError(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..contracts.aux_layers import depth_of
 from ..errors import ForedraftError
 from .places import places_of
 from .weights import home_of, own_tensors
@@ -22,7 +23,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of a target, whatever its family calls them. Raises `ForedraftError` if it has no such list."""
-    count = model.config.get_text_config().num_hidden_layers
+    count = depth_of(model.config)
     lists = [module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList)]
     if found := next((module for module in lists if len(module) == count), None):
         return found

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ..contracts.aux_layers import reads_end
+from ..contracts.aux_layers import depth_of, reads_end
 from ..errors import ForedraftError
 from ..serving import Gone, Refused, Server
 from .capture import decoder_of, norm_behind
@@ -34,7 +34,7 @@ class Extraction:
     ):
         self.server, self.dtype = server, dtype
         self.width = config.get_text_config().hidden_size
-        self.count, last = len(aux_layers), config.get_text_config().num_hidden_layers
+        self.count, last = len(aux_layers), depth_of(config)
         self.alone = reads_end(tuple(aux_layers), last)  # what the aux states are, the final ones are made of
         self.normed = tuple(aux_layers) == (last,)
         self.norm = final_norm(target, config, dtype) if "final" in needs or self.normed else None

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..contracts.aux_layers import depth_of
 from ..errors import ForedraftError, few
 from .pairing import describe_target
 from .weights import is_plain, own_tensors, parts_of
@@ -33,7 +34,7 @@ def fingerprint_of(
 
     Final states are not needed beside aux states that are the final ones.
     """
-    twice = "aux" in needs and tuple(aux_layers) == (config.get_text_config().num_hidden_layers,)
+    twice = "aux" in needs and tuple(aux_layers) == (depth_of(config),)
     found = {
         "target": describe_target(config)["fingerprint"],
         "aux_layers": list(aux_layers),

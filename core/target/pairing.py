@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ..contracts.aux_layers import depth_of
 from ..contracts.draft import DraftModel
 from ..contracts.loading import PLAIN, Repository
 from ..errors import ForedraftError
@@ -33,11 +34,11 @@ def check_pair(target: PreTrainedModel, draft: DraftModel) -> None:
 
 def check_shape(made: Mapping[str, Any], target: PretrainedConfig) -> None:
     """Raises `ForedraftError` if a target's config has another shape than the one that `made` describes."""
-    text = target.get_text_config()
+    theirs = describe_target(target)
     differences = [
-        f"{name}: the draft expects {made[name]}, the target has {getattr(text, name)}"
+        f"{name}: the draft expects {made[name]}, the target has {theirs[name]}"
         for name in ("hidden_size", "num_hidden_layers", "vocab_size")
-        if made[name] != getattr(text, name)
+        if made[name] != theirs[name]
     ]
     if differences:
         raise ForedraftError(
@@ -139,7 +140,7 @@ def describe_target(config: PretrainedConfig) -> dict[str, Any]:
     return {
         "name": config.name_or_path,
         "model_type": text.model_type,
-        "num_hidden_layers": text.num_hidden_layers,
+        "num_hidden_layers": depth_of(config),
         "hidden_size": text.hidden_size,
         "vocab_size": text.vocab_size,
         "fingerprint": digest[:16],

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..contracts.aux_layers import check_aux_layers, reads_end
+from ..contracts.aux_layers import check_aux_layers, depth_of, reads_end
 from ..contracts.draft import Batch
 from ..contracts.signal import Signal
 from ..data.collate import ends_of
@@ -36,8 +36,8 @@ class Target:
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...], needs: Sequence[str] = ("aux", "final")):
         self.model = model.eval().requires_grad_(False)
         self.needs = needs
-        text = model.config.get_text_config()
-        self.aux_layers = check_aux_layers(aux_layers, text.num_hidden_layers, reads_end(aux_layers, text.num_hidden_layers))
+        text, depth = model.config.get_text_config(), depth_of(model.config)
+        self.aux_layers = check_aux_layers(aux_layers, depth, reads_end(aux_layers, depth))
         factors, divisors = ([getattr(text, name, None) or 1.0 for name in names] for names in (FACTORS, DIVISORS))
         self._multiplier = prod(factors) / prod(divisors)
         self._soft_cap: float | None = getattr(text, "final_logit_softcapping", None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..contracts.aux_layers import BEFORE_NORM
+from ..contracts.aux_layers import BEFORE_NORM, depth_of
 from ..data import Reader
 from ..data.spread import Work, spread
 from ..draft.model import BaseDraft
@@ -77,7 +77,7 @@ def capture(
 
     if base_url is not None:
         return by(Server(base_url))
-    last = target.get_text_config().num_hidden_layers  # which engines hand out as it is before the norm
+    last = depth_of(target)  # which engines hand out as it is before the norm
     read = list(dict.fromkeys([*(last if i == BEFORE_NORM else i for i in layers), *([last] if "final" in needs else [])]))
     with tempfile.TemporaryDirectory(dir=_memory()) as directory:
         started = default_registry().engine(str(engine))()
