@@ -72,6 +72,7 @@ def main() -> None:
         asked.add_argument(name, type=Path, required=True)
     args = asked.parse_args()
     held = json.loads(args.texts.read_text())
+    texts = [(torch.tensor(ids), known) for ids, known in held["texts"]]
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype))
     draft: Any = load_draft_for(args.draft, target)
     rows: dict[str, Any] = {}
@@ -79,7 +80,7 @@ def main() -> None:
         counted = Counted(draft.algorithm)
         if who is draft:
             draft.algorithm = counted
-        found = evaluate_replayed(target, who, held["texts"], max_new_tokens=held["of"]["max_new_tokens"], **how)
+        found = evaluate_replayed(target, who, texts, max_new_tokens=held["of"]["max_new_tokens"], **how)
         draft.algorithm = counted.algorithm
         rounds = (found.emitted - found.prompts) / found.tau  # the pass over a prompt says a token
         drafted = counted.tokens / rounds

@@ -15,6 +15,7 @@ from foredraft import ForedraftError, evaluate
 from foredraft.cli import app
 from foredraft.cli.common import load_draft_for
 from foredraft.decoding import load_prompts
+from foredraft.decoding.evaluate import encode
 from foredraft.decoding.replay import answers, evaluate_replayed
 from foredraft.training.run import train
 from foredraft.training.settings import RunConfig
@@ -131,7 +132,7 @@ def test_lengths_that_are_chosen_step_by_step_are_replayed(work: Path, monkeypat
     target, reader = AutoModelForCausalLM.from_pretrained("target"), AutoTokenizer.from_pretrained("target")
     draft = load_draft_for(Path("runs/eagle3/draft"), target)
     prompts = load_prompts("first.jsonl")
-    texts = answers(target, reader, prompts, 24)
+    texts = answers(target, [encode(reader, prompt)["input_ids"][0] for prompt in prompts], 24)
     found = []
     for how in ({}, {"min_confidence": 0.2}, {"min_acceptance": 0.6}, {"first": "prompt_lookup"}):
         ours = evaluate_replayed(target, draft, texts, num_draft_tokens=3, max_new_tokens=24, **how)

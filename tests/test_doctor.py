@@ -25,8 +25,9 @@ from foredraft.cli import app
 from foredraft.contracts.engine import EngineBase
 from foredraft.contracts.finding import Finding, note, warning
 from foredraft.decoding import AutoregressiveDrafter
+from foredraft.decoding.replay import answers
 from foredraft.doctor import Runner, Subject, ask_engines, dynamic, examine, mend, open_subject, suspects
-from foredraft.doctor.bench import Bench, Forced, answers
+from foredraft.doctor.bench import Bench, Forced
 from foredraft.doctor.mends import MENDS
 from foredraft.doctor.static import CHECKS
 from foredraft.doctor.suspects import Variant
@@ -793,7 +794,7 @@ def pair() -> Callable[[str], Pair]:
     """A random target's answers, on which drafts are measured, and a draft that has learned them."""
     model = tiny_target(eos_token_id=None)
     torch.nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)  # as trained norms are: applied twice, they differ
-    prompts = list(torch.randint(0, 48, (4, 1, 6), generator=torch.Generator().manual_seed(1)))
+    prompts = list(torch.randint(0, 48, (4, 6), generator=torch.Generator().manual_seed(1)))
     texts = answers(model, prompts, NEW)
     rows = [
         {"input_ids": ids.tolist(), "documents": [0] * len(ids), "spans": [-1] * 6 + [0] * NEW, "row": i}

@@ -70,6 +70,7 @@ def test_the_vocabulary_follows_the_rows() -> None:
         ("eagle3", {}, "embedding, head, final norm, 9 of 10 layer tensors"),
         ("dflash", {"num_layers": 2, "block_size": 4}, "embedding, head, final norm, 18 of 22 layer tensors"),
         ("medusa", {}, "embedding, head, final norm"),
+        ("eagle", {}, "embedding, head"),
     ],
 )
 def test_starting_says_what_was_taken_over_and_twice_is_once(algorithm: str, options: dict[str, Any], told: str) -> None:
@@ -79,6 +80,19 @@ def test_starting_says_what_was_taken_over_and_twice_is_once(algorithm: str, opt
     before = {name: t.clone() for name, t in draft.state_dict().items()}
     assert draft.start_from(model) == f"from the target: {told}"
     assert not [name for name, t in draft.state_dict().items() if not torch.equal(t, before[name])]
+
+
+def test_states_that_no_norm_follows_start_at_the_scale_of_the_targets() -> None:
+    """Targets write at that before their norm: SmolLM2-135M at twenty times it."""
+    model = tiny_target()
+    with torch.no_grad():
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            model.model.layers[-1].get_submodule(name).weight.mul_(200)
+    draft = tiny_draft(model, "eagle", noise=0)
+    batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaa", "uubbbb"]]))
+    signal = Target(model, draft.config.aux_layers).capture(batch)
+    (state_ND,) = draft.algorithm.states(draft, batch, signal.aux_BSA)
+    assert float(state_ND.std() / signal.hidden_BST.std()) < 10  # tiny targets draw large weights; by the target's own it would be hundreds
 
 
 def test_a_target_of_another_width() -> None:

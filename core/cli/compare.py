@@ -244,6 +244,9 @@ def _decoding(model: Any, reader: Any, prompts: "list[Prompt]", how: dict[str, A
 
 def _replaying(file: Path, asked: dict[str, Any], model: Any, reader: Any, prompts: "list[Prompt]", how: dict[str, Any]) -> "Measure":
     """The target's answers to some prompts, which are kept in a file, and drafts replayed along them."""
+    import torch
+
+    from ..decoding.evaluate import encode, have_images
     from ..decoding.replay import answers, evaluate_replayed
     from ..files.writing import write_text
     from ..progress import Progress
@@ -251,13 +254,16 @@ def _replaying(file: Path, asked: dict[str, Any], model: Any, reader: Any, promp
     of = {key: asked[key] for key in ("target", "dtype", "max_new_tokens", "prompts")}
     held = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if held.get("of") != of:
-        with Progress(f"{file.stem}: the target's answers", len(prompts)) as advance:
-            texts = answers(model, reader, prompts, how["max_new_tokens"], lambda number: advance(1))
-        write_text(file, json.dumps(held := {"of": of, "texts": texts}))
+        if have_images(prompts):
+            raise ForedraftError("drafts are not replayed along answers to images: leave --replay out, so that they decode")
+        asked_L = [encode(reader, prompt)["input_ids"][0] for prompt in prompts]
+        said = answers(model, asked_L, how["max_new_tokens"], f"{file.stem}: the target's answers")
+        write_text(file, json.dumps(held := {"of": of, "texts": [(ids_L.tolist(), known) for ids_L, known in said]}))
+    texts = [(torch.tensor(ids), known) for ids, known in held["texts"]]
 
     def measure(drafter: Any, told: str) -> "Evaluation":
         with Progress(told, len(prompts)) as advance:
-            return evaluate_replayed(model, drafter, held["texts"], **how, progress=lambda number, stats: advance(1))
+            return evaluate_replayed(model, drafter, texts, **how, progress=lambda number, stats: advance(1))
 
     return measure
 

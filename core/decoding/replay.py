@@ -6,36 +6,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..contracts.algorithm import DrafterBase, tokens_to_draft
-from ..data import Reader, tokenizer_of
 from ..draft.model import BaseDraft
-from ..errors import ForedraftError
+from ..progress import Progress
 from ..target.capture import AuxCapture, decoder_of
 from ..target.pairing import check_pair
-from .evaluate import Evaluation, Prompt, encode, have_images, machine, sampling, spent
+from .evaluate import Evaluation, machine, sampling, spent
 from .generate import algorithm_and_draft, without_model
 from .loop import DecodingLoop, DraftingStats
 
-Answered = tuple[list[int], int]
-"""The ids of a prompt and its answer, and how many are the prompt's."""
+Answered = tuple[Tensor, int]
+"""The ids [L] of a prompt and its answer, and how many are the prompt's."""
+AT_ONCE = 8
+"""Prompts that are answered in one batch."""
 
 
-def answers(
-    target: PreTrainedModel, reader: Reader, prompts: Sequence[Prompt], max_new_tokens: int, progress: Any = None
-) -> list[Answered]:
-    """What the target says greedily to each prompt, without a draft. Raises `ForedraftError` for prompts with images."""
-    if have_images(prompts):
-        raise ForedraftError("drafts are not replayed along answers to images: leave the replay out, so that they decode")
-    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer_of(reader).pad_token_id or 0, **sampling(0)}
-    found = []
-    for number, prompt in enumerate(prompts, 1):
-        ids_1L = encode(reader, prompt, target)["input_ids"]
-        text_1L: Any = target.generate(ids_1L, attention_mask=torch.ones_like(ids_1L), **settings)
-        found.append((text_1L[0].tolist(), ids_1L.shape[1]))
-        if progress is not None:
-            progress(number)
+def answers(target: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int, told: str = "", show: bool = True) -> list[Answered]:
+    """What the target says greedily to each prompt ([L]), without a draft."""
+    found, ends = list[Answered](), torch.tensor(target.generation_config.eos_token_id or [], device=target.device)
+    settings = {"max_new_tokens": max_new_tokens, "pad_token_id": 0, **sampling(0)}
+    size = 1 if target._is_stateful else AT_ONCE  # states of fixed size may not leave padding out
+    with Progress(told or "the target answers", len(prompts), show=show) as advance:
+        for start in range(0, len(prompts), size):
+            asked = [ids_L.to(target.device) for ids_L in prompts[start : start + size]]
+            ids_BL, mask_BL = (
+                pad_sequence(rows, batch_first=True, padding_side="left") for rows in (asked, [torch.ones_like(ids) for ids in asked])
+            )
+            texts: Any = target.generate(ids_BL, attention_mask=mask_BL, **settings)
+            for ids_L, new_N in zip(asked, texts[:, ids_BL.shape[1] :], strict=True):
+                ended = torch.isin(new_N, ends).nonzero()
+                found.append((torch.cat([ids_L, new_N[: int(ended[0]) + 1] if len(ended) else new_N]), len(ids_L)))
+            advance(len(asked))
     return found
 
 
@@ -62,11 +66,13 @@ def evaluate_replayed(
     stats, ahead = DraftingStats(), None if first is None else without_model(first)
     num_draft_tokens = tokens_to_draft(num_draft_tokens, algorithm.max_tokens)
     least = {"min_confidence": min_confidence, "min_acceptance": min_acceptance}
-    for number, (ids, known) in enumerate(texts, 1):
-        loop = DecodingLoop(algorithm, model, num_draft_tokens, None, stats, None, first=ahead, **least)
+    for number, (ids_L, known) in enumerate(texts, 1):
+        loop = DecodingLoop(
+            algorithm, model, num_draft_tokens, None, stats, None, first=ahead, min_confidence=min_confidence, min_acceptance=min_acceptance
+        )
         loop.model, loop.processors = target, LogitsProcessorList()
         loop.config = GenerationConfig(max_length=known + max_new_tokens, do_sample=False)
-        _replay(loop, torch.tensor([ids], device=target.device), known)
+        _replay(loop, ids_L[None].to(target.device), known)
         if progress is not None:
             progress(number, stats)
     asked = {"num_draft_tokens": num_draft_tokens, **least, **({"first": ahead.name} if ahead else {}), "max_new_tokens": max_new_tokens}
@@ -74,7 +80,7 @@ def evaluate_replayed(
         tau=stats.tau,
         acceptance=stats.acceptance,
         prompts=len(texts),
-        emitted=sum(len(ids) - known for ids, known in texts),
+        emitted=sum(len(ids_L) - known for ids_L, known in texts),
         tokens_per_second=None,
         plain_tokens_per_second=None,
         identical=None,

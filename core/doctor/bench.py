@@ -12,8 +12,9 @@ from ..contracts.aux_layers import depth_of
 from ..contracts.signal import Signal
 from ..data import DraftCollator
 from ..decoding import DraftingStats, generate
+from ..decoding.evaluate import sampling
+from ..decoding.replay import Answered
 from ..draft.model import BaseDraft
-from ..errors import ForedraftError
 from ..loss import estimated_tau
 from ..loss.readable import METRICS
 from ..progress import Progress
@@ -26,26 +27,6 @@ SAMPLES = 8
 """Batches of such stretches, at most, on each of which drafts are compared."""
 KNOWN = 3
 """Drafting steps that every method trains, where none is recorded: past those, a sound draft may gain by what is wrong."""
-Text = tuple[Tensor, int]
-"""Ids [L], prompt and answer, and the length of the prompt."""
-
-
-def answers(target: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int, show: bool = False) -> list[Text]:
-    """The target's greedy answers to prompts ([1, L] each), those long enough to draft in. Raises `ForedraftError` if none is."""
-    texts = []
-    with Progress("the target answers", len(prompts), show=show) as advance:
-        for ids in prompts:
-            texts.append((target.generate(ids.to(target.device), **_settings(target, ids, new_tokens))[0], ids.shape[1]))
-            advance()
-    if long := [(ids, length) for ids, length in texts if len(ids) > length + 2]:
-        return long
-    raise ForedraftError("the target answers none of the prompts with more than two tokens")
-
-
-def _settings(target: PreTrainedModel, ids_1L: Tensor, new_tokens: int) -> dict[str, Any]:
-    # transformers would hide prompt tokens that equal the one for padding, were there no mask.
-    mask = torch.ones_like(ids_1L, device=target.device)
-    return {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
 
 
 @dataclass(frozen=True)
@@ -115,7 +96,7 @@ class _Sample:
 class Bench:
     """Drafts of one algorithm are measured here on a target's answers, changed or not; the target reads these once."""
 
-    def __init__(self, target: PreTrainedModel, draft: BaseDraft, texts: Sequence[Text], show: bool = False, recorded: bool = True):
+    def __init__(self, target: PreTrainedModel, draft: BaseDraft, texts: Sequence[Answered], show: bool = False, recorded: bool = True):
         """`recorded`: whether the draft's algorithm is known to be as in training; else only so many steps count as all train."""
         self.target, self.algorithm, self.texts, self.show = target, draft.algorithm, texts, show
         check_pair(target, draft)
@@ -163,8 +144,9 @@ class Bench:
             return []
         with Progress("the draft decodes", len(self.texts), show=self.show) as advance:
             for ids, length in self.texts:
-                prompt, new = ids[None, :length], len(ids) - length
-                generate(self.target, draft, prompt, num_draft_tokens=self.steps, stats=stats, **_settings(self.target, prompt, new))
+                prompt = ids[None, :length]
+                how = {"max_new_tokens": len(ids) - length, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt), **sampling(0)}
+                generate(self.target, draft, prompt, num_draft_tokens=self.steps, stats=stats, **how)
                 advance()
         return stats.acceptance
 

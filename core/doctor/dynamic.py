@@ -13,12 +13,13 @@ from ..contracts.finding import Finding, error, note, warning
 from ..contracts.loading import PLAIN, Loading
 from ..decoding import load_prompts
 from ..decoding.evaluate import Prompt, encode
+from ..decoding.replay import Answered, answers
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..formats import open_draft
 from ..progress import Progress
 from ..target.loading import load_target, load_tokenizer
-from .bench import Acceptance, Bench, Forced, Text, answers
+from .bench import Acceptance, Bench, Forced
 from .static import ORDER, ask_engines, examine_subject, worst_first
 from .subject import Subject
 from .suspects import SUSPECTS, Suspect
@@ -58,7 +59,7 @@ class Runner:
     loading: Loading = PLAIN
     show: bool = False
     """Whether progress is shown, on stderr."""
-    _read: tuple[PreTrainedModel, list[Text]] | None = None
+    _read: tuple[PreTrainedModel, list[Answered]] | None = None
 
     def findings(self, subject: Subject, found: Sequence[Finding] = ()) -> list[Finding]:
         """What running the draft with its target finds; a note where one of them cannot be run. A peer's draft is read into ours first.
@@ -96,7 +97,11 @@ class Runner:
         draft = open_draft(subject.draft.path, path, loading=self.loading, registry=subject.registry)
         if self._read is None:
             tokenizer, target = load_tokenizer(path, self.loading), load_target(path, "auto", self.loading).eval()
-            self._read = target, answers(target, [encode(tokenizer, prompt)["input_ids"] for prompt in prompts], NEW_TOKENS, self.show)
+            asked = [encode(tokenizer, prompt)["input_ids"][0] for prompt in prompts]
+            texts = [(ids, length) for ids, length in answers(target, asked, NEW_TOKENS, show=self.show) if len(ids) > length + 2]
+            if not texts:
+                raise ForedraftError("the target answers none of the prompts with more than two tokens")
+            self._read = target, texts
         target, texts = self._read
         draft = draft.to(target.device, target.dtype).eval()
         return Bench(target, draft, texts, self.show, recorded=bool(subject.made)), draft

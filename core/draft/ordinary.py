@@ -67,7 +67,8 @@ class Summed(Stack):
         return torch.cat([context_BSD, embeds_BQD] if self.state_first else [embeds_BQD, context_BSD], dim=-1)
 
     def start(self, draft: DraftModel, layers: Sequence[Mapping[str, Tensor]], norm: Mapping[str, Tensor]) -> list[str]:
-        """See `Wiring`."""
+        """See `Wiring`. Without a final norm no layers are taken: the target's write at the scale before its own, tens of times a state."""
+        layers = layers if self.final_norm else []
         if self.state_first:  # what every wiring starts as its last columns stands first here
             width, fc = draft.config.hidden_size, draft.fc.weight
             fc.copy_(fc.roll(width, dims=1))

@@ -53,7 +53,7 @@ class Stack:
         if float(last_DD.diagonal().mean()) < 0.5:  # else it passes the last aux state already
             draft.fc.weight.mul_(0.1)
             last_DD += torch.eye(width, dtype=last_DD.dtype, device=last_DD.device)
-        if own := list(draft.layers):
+        if layers and (own := list(draft.layers)):
             pairs = zip(reversed(own), reversed(layers), strict=False)
             copied = sum(take_over(layer, theirs, self._renamed(layer)) for layer, theirs in pairs)
             taken.append(f"{copied} of {sum(len(layer.state_dict()) for layer in own)} layer tensors")
