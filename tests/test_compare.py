@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rigged import letter_tokenizer, predictable_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -141,6 +142,20 @@ def test_lengths_that_are_chosen_step_by_step_are_replayed(work: Path, monkeypat
         assert (ours.tau, ours.acceptance, ours.drafted) == (decoded.tau, decoded.acceptance, decoded.drafted), how
         found.append((ours.tau, ours.drafted))
     assert len(set(found)) == 4  # else one of the ways changed nothing
+
+
+@pytest.mark.parametrize("end", [None, 0, 10, [3, 0]])
+def test_answers_are_those_to_each_prompt_alone(end: Any) -> None:
+    target = predictable_target(wobble=0.3)
+    target.generation_config.eos_token_id = end
+    prompts = [torch.tensor(ids) for ids in ([5], [0, 7, 0], [3, 9, 10, 4, 1], *([i, i + 1] for i in range(11, 20)))]
+    found = answers(target, prompts, 30, show=False)
+    for ids_L, (text_L, known) in zip(prompts, found, strict=True):
+        alone = target.generate(
+            ids_L[None], attention_mask=torch.ones_like(ids_L)[None], max_new_tokens=30, do_sample=False, pad_token_id=0
+        )
+        assert (text_L.tolist(), known) == (alone[0].tolist(), len(ids_L))
+    assert (len({len(text_L) - known for text_L, known in found}) > 1) == (end is not None)
 
 
 def test_the_run_that_reads_most_fills_what_is_shared(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ AT_ONCE = 8
 
 def answers(target: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int, told: str = "", show: bool = True) -> list[Answered]:
     """What the target says greedily to each prompt ([L]), without a draft."""
-    found, ends = list[Answered](), torch.tensor(target.generation_config.eos_token_id or [], device=target.device)
+    found, end = list[Answered](), target.generation_config.eos_token_id
+    ends = torch.tensor([] if end is None else end, dtype=torch.long, device=target.device)
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": 0, **sampling(0)}
     size = 1 if target._is_stateful else AT_ONCE  # states of fixed size may not leave padding out
     with Progress(told or "the target answers", len(prompts), show=show) as advance:
