@@ -68,11 +68,12 @@ def main() -> None:
     asked = argparse.ArgumentParser()
     asked.add_argument("--target", default=".cache/smollm2")
     asked.add_argument("--dtype", default="bfloat16")
+    asked.add_argument("--limit", type=int, help="so many texts")
     for name in ("--draft", "--texts", "--out"):
         asked.add_argument(name, type=Path, required=True)
     args = asked.parse_args()
     held = json.loads(args.texts.read_text())
-    texts = [(torch.tensor(ids), known) for ids, known in held["texts"]]
+    texts = [(torch.tensor(ids), known) for ids, known in held["texts"][: args.limit]]
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype))
     draft: Any = load_draft_for(args.draft, target)
     rows: dict[str, Any] = {}
@@ -91,7 +92,7 @@ def main() -> None:
             *(f"{gain:.2f}" for gain in gains),
             flush=True,
         )
-    about = {"draft": str(args.draft), "texts": str(args.texts), "prompts": len(held["texts"]), "costs": COSTS, "dtype": args.dtype}
+    about = {"draft": str(args.draft), "texts": str(args.texts), "prompts": len(texts), "costs": COSTS, "dtype": args.dtype}
     args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
