@@ -165,8 +165,9 @@ def plot_comparison(rows: Mapping[str, Row], file: str | Path) -> None:
         for axis in (bars, *speed):
             axis.invert_yaxis()
             axis.grid(alpha=0.3, axis="x")
-        for name, row in rows.items():
-            lines.plot(range(1, len(row.acceptance) + 1), row.acceptance, "o-", label=name, markersize=4)
+        for number, (name, row) in enumerate(rows.items()):
+            style = ("o-", "s--", "^:")[number // 10 % 3]  # there are ten colours
+            lines.plot(range(1, len(row.acceptance) + 1), row.acceptance, style, label=name, markersize=4)
         lines.set(title="share of drafts accepted up to here", xlabel="drafted position", ylim=(0, 1))
         lines.grid(alpha=0.3)
         lines.legend(fontsize=7)
