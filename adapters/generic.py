@@ -3,8 +3,8 @@
 from transformers import PretrainedConfig
 
 from foredraft import GroupedQueryDraft, hookimpl
-from foredraft.contracts.aux_layers import depth_of
 from foredraft.decoding.compatibility import objection
+from foredraft.target.capture import depth_of
 
 
 class GenericDraft(GroupedQueryDraft):

@@ -29,11 +29,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from foredraft import ForedraftError, GroupedQueryDraft, Target, auto_draft, default_registry, generate, save_draft
 from foredraft.cli.describe import describe
-from foredraft.contracts.aux_layers import depth_of
 from foredraft.decoding.compatibility import Verdict, _objection, as_markdown, examine, language_models, objection, try_out, verdict
 from foredraft.decoding.families import tiny_model
 from foredraft.draft.grouped_query import NAMES
-from foredraft.target.capture import norm_scale
+from foredraft.target.capture import depth_of, norm_scale
 from foredraft.target.pairing import describe_target
 
 TABLE = Path(__file__).parents[1] / "docs" / "targets.md"

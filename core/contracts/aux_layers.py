@@ -1,7 +1,5 @@
 """Which of the target's layers a draft reads, as indices into HF `hidden_states`."""
 
-from transformers import PretrainedConfig
-
 from ..errors import ForedraftError
 
 BEFORE_NORM = -1
@@ -11,15 +9,6 @@ BEFORE_NORM = -1
 def reads_end(layers: tuple[int, ...], num_layers: int) -> bool:
     """Whether these are the state behind the last layer, before or after the final norm, and no other."""
     return tuple(layers) in ((num_layers,), (BEFORE_NORM,))
-
-
-def depth_of(target_config: PretrainedConfig) -> int:
-    """How many decoder layers a target's list holds, which ids of layers count.
-
-    LongCat's config counts each of its layers as two, for its two attentions; its engines count layers, as transformers' list does.
-    """
-    text = target_config.get_text_config()
-    return min(text.num_hidden_layers, getattr(text, "num_layers", None) or text.num_hidden_layers)
 
 
 def default_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:

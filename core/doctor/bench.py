@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..contracts.aux_layers import depth_of
 from ..contracts.signal import Signal
 from ..data import DraftCollator
 from ..decoding import DraftingStats, generate
@@ -18,6 +17,7 @@ from ..draft.model import BaseDraft
 from ..loss import estimated_tau
 from ..loss.readable import METRICS
 from ..progress import Progress
+from ..target.capture import depth_of
 from ..target.pairing import check_pair
 from ..target.target import Target
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..contracts.aux_layers import depth_of
 from ..draft.grouped_query import rope_of
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..files.spellings import AUX_LAYERS, MASK_TOKEN, value
+from ..target.capture import depth_of
 from .opened import readable
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ..contracts.algorithm import AlgorithmBase
-from ..contracts.aux_layers import BEFORE_NORM, check_aux_layers, depth_of
+from ..contracts.aux_layers import BEFORE_NORM, check_aux_layers
 from ..errors import ForedraftError, gathering
+from ..target.capture import depth_of
 from ..target.pairing import describe_target
 
 

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..contracts.algorithm import AlgorithmBase
-from ..contracts.aux_layers import default_aux_layers, depth_of
+from ..contracts.aux_layers import default_aux_layers
 from ..contracts.draft import Batch, DraftModel, HeadParts, KeyValueCache, Layout
 from ..contracts.signal import Signal
 from ..contracts.spec import DraftSpec
 from ..errors import ForedraftError
 from ..files.spellings import TARGET_HEAD
 from ..registry import default_registry
+from ..target.capture import depth_of
 from ..target.places import places_at
 from ..target.target import Target
 from ..target.weights import matrix_of

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from ..contracts.aux_layers import depth_of
 from ..errors import ForedraftError
 from .places import places_of
 from .weights import home_of, own_tensors
@@ -19,6 +18,15 @@ def decoder_of(model: PreTrainedModel) -> Any:
     while decoder is model or hasattr(decoder, "lm_head"):  # Llama 4's text model is named as if it were multimodal
         decoder = decoder.model
     return decoder
+
+
+def depth_of(target_config: PretrainedConfig) -> int:
+    """How many decoder layers a target's list holds, which ids of layers count.
+
+    LongCat's config counts each of its layers as two, for its two attentions; its engines count layers, as transformers' list does.
+    """
+    text = target_config.get_text_config()
+    return min(text.num_hidden_layers, getattr(text, "num_layers", None) or text.num_hidden_layers)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

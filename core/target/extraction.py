@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ..contracts.aux_layers import depth_of, reads_end
+from ..contracts.aux_layers import reads_end
 from ..errors import ForedraftError
 from ..serving import Gone, Refused, Server
-from .capture import decoder_of, norm_behind
+from .capture import decoder_of, depth_of, norm_behind
 from .kept import Part
 from .loading import auto_class
 from .store import Row

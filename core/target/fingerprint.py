@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..contracts.aux_layers import depth_of
 from ..errors import ForedraftError, few
+from .capture import depth_of
 from .pairing import describe_target
 from .weights import is_plain, own_tensors, parts_of
 

@@ -11,11 +11,11 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..contracts.aux_layers import depth_of
 from ..contracts.draft import DraftModel
 from ..contracts.loading import PLAIN, Repository
 from ..errors import ForedraftError
 from ..files.reading import read_json
+from .capture import depth_of
 from .gguf import is_gguf
 from .loading import load_config
 from .sample import TABLES, base_of, others, sample_of, sample_of_files

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..contracts.aux_layers import check_aux_layers, depth_of, reads_end
+from ..contracts.aux_layers import check_aux_layers, reads_end
 from ..contracts.draft import Batch
 from ..contracts.signal import Signal
 from ..data.collate import ends_of
 from ..errors import ForedraftError
-from .capture import AuxCapture, decoder_layers, decoder_of, norm_behind, norm_scale
+from .capture import AuxCapture, decoder_layers, decoder_of, depth_of, norm_behind, norm_scale
 from .places import stacked
 from .segments import ASKED, by_documents, wanted
 from .weights import home_of, in_turn, is_sharded, matrix_of, own_tensors, runs_on

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..contracts.aux_layers import BEFORE_NORM, depth_of
+from ..contracts.aux_layers import BEFORE_NORM
 from ..data import Reader
 from ..data.spread import Work, spread
 from ..draft.model import BaseDraft
@@ -16,6 +16,7 @@ from ..progress import Progress
 from ..registry import default_registry
 from ..serving import Server
 from ..serving.process import running_engine
+from ..target.capture import depth_of
 from ..target.extraction import Extraction
 from ..target.loading import load_config, load_target
 from ..target.store import SHARD, Source, Store, Wanted
