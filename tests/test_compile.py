@@ -26,7 +26,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "family", "half", "most"),
     [
-        pytest.param("eager", "llama", False, 14),
+        pytest.param("eager", "llama", False, 15),
         pytest.param("inductor", "llama", True, 15, marks=slow),
         pytest.param("inductor", "latent", False, 23, marks=slow),
     ],

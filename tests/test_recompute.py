@@ -1,5 +1,8 @@
 """What layers hold for their backward pass: the numbers of plain autograd."""
 
+import contextlib
+import gc
+import sys
 from typing import Any
 
 import pytest
@@ -35,6 +38,34 @@ def test_training_gives_the_gradients_of_plain_autograd(algorithm: str, options:
     for name, grad in found[0].items():
         torch.testing.assert_close(found[1][name], grad, rtol=0, atol=0 if not half else 1e-2, msg=name)
         torch.testing.assert_close(found[2][name], grad, rtol=0, atol=1e-6 if not half else 1e-2, msg=name)
+
+
+@pytest.mark.parametrize("end", ["no backward pass", "out of memory"])
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [("eagle3", {"ttt_steps": 3, "num_layers": 2}), ("eagle", {"ttt_steps": 2}), ("mtp", {"head": "mimo"})]
+)
+def test_a_step_that_ends_early_is_forgotten(algorithm: str, options: dict[str, Any], end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of it lives on: who runs out of memory tries again with less."""
+    model = tiny_target()
+    draft = tiny_draft(model, algorithm, **options).train()
+    batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaaabbbbbb"]]))
+    signal = Target(model, draft.config.aux_layers, draft.algorithm.needs).capture(batch)
+    draft(batch, signal)["loss"].backward()  # what is made once is there
+
+    def refuse(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    if end == "out of memory":
+        monkeypatch.setattr(sys.modules[type(draft.algorithm).__module__], "chunked", refuse)
+    before = living()
+    with contextlib.suppress(torch.OutOfMemoryError):
+        draft(batch, signal)
+    assert living() == before
+
+
+def living() -> int:
+    gc.collect()
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
 def test_a_product_that_is_changed_in_place_is_told() -> None:

@@ -114,9 +114,13 @@ def recomputed(layer: nn.Module, run: Callable[..., Tensor], *inputs: Tensor, ca
         return run(*inputs, cache)
     told = _Told(cache) if cache is not None else None
     keep = _Keep(ATTENTION if getattr(layer, "gradient_checkpointing", False) else PRODUCTS)
-    out: Tensor = checkpoint(
-        run, *inputs, told, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (keep, _GiveBack(keep, told))
-    )
+    try:
+        out: Tensor = checkpoint(
+            run, *inputs, told, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (keep, _GiveBack(keep, told))
+        )
+    finally:
+        if told is not None:
+            told.cache = None
     return out
 
 
@@ -137,10 +141,13 @@ def by_rows(layer: nn.Module, run: Callable[[Tensor], Tensor], x_BQD: Tensor) ->
 
 
 class _Told:
-    """A cache whose answers can be given a second time, as they were."""
+    """A cache whose answers can be given a second time, as they were.
+
+    The graph holds this until its backward pass, which may never come: so what is held here must not hold the graph.
+    """
 
     def __init__(self, cache: KeyValueCache):
-        self.cache = cache
+        self.cache: KeyValueCache | None = cache
         self.answers: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         self.again: Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]] | None = None
 
@@ -148,8 +155,10 @@ class _Told:
         """See `KeyValueCache`."""
         if self.again is not None:
             return next(self.again)
-        self.answers.append(self.cache.extend(layer, k_BHQd, v_BHQd))
-        return self.answers[-1]
+        assert self.cache is not None
+        answer = self.cache.extend(layer, k_BHQd, v_BHQd)
+        self.answers.append(tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), answer))
+        return answer
 
 
 class _Output:
