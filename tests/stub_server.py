@@ -14,7 +14,7 @@ from typing import Any
 class Stub(ThreadingHTTPServer):
     """What is asked decides: `busy` is refused with 503 twice, `hang` not answered in time, `nonsense` answered with HTML, `wrong` with
     JSON that is none of OpenAI's, `refuse` with 400, `empty` with nothing, `call` with a tool call, `think` with reasoning, `cut` cut
-    short; all else turned round. After `lasts` answers it is gone."""
+    short, `broken` ends a stream with an error; all else turned round. After `lasts` answers it is gone."""
 
     daemon_threads = True
 
@@ -87,7 +87,8 @@ class Handler(BaseHTTPRequestHandler):
         pieces = [{**chunk, "choices": [{"index": 0, "delta": {"content": c}, "finish_reason": None}]} for c in text[::-1]]
         usage = {"prompt_tokens": 1, "completion_tokens": len(text), "total_tokens": 1 + len(text)}
         lines = [f"data: {json.dumps(p)}\n\n" for p in (*pieces, {**chunk, "choices": [], "usage": usage})]
-        self.say(200, "".join([*lines, "data: [DONE]\n\n"]), "text/event-stream")
+        end = f"data: {json.dumps({'error': {'message': 'out of room'}})}\n\n" if text == "broken" else "data: [DONE]\n\n"
+        self.say(200, "".join([*lines, end]), "text/event-stream")
 
     def say(self, status: int, body: Any, kind: str = "application/json", more: dict[str, str] | None = None) -> None:
         data = (body if isinstance(body, str) else json.dumps(body)).encode()

@@ -17,6 +17,7 @@ from foredraft import EngineBase, ForedraftError, default_registry, save_draft
 from foredraft.cli import app
 from foredraft.contracts.engine import Accepted, Config, Metrics
 from foredraft.plugins.llamacpp import LlamaCpp
+from foredraft.serving import Server
 from foredraft.serving.metrics import parse_metrics
 
 VLLM = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -140,6 +141,14 @@ def test_errors(tmp_path: Path) -> None:
             failed = CliRunner().invoke(app, ["eval", "--prompts", str(prompts), *more])
             assert isinstance(failed.exception, ForedraftError)
             assert all(error in str(failed.exception) for error in errors), failed.exception
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [("broken", "with an error: .*out of room"), ("nonsense", "streamed no token"), ("wrong", "streamed no token")]
+)
+def test_a_stream_that_is_no_answer(asked: str, told: str) -> None:
+    with serving() as stub, pytest.raises(ForedraftError, match=told):
+        Server(stub.url).stream([{"role": "user", "content": asked}])
 
 
 def test_a_signal_ends_the_server_too() -> None:

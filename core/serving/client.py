@@ -1,5 +1,6 @@
 """A server that speaks OpenAI's protocol, asked with patience."""
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -88,17 +89,21 @@ class Server:
         """A streamed answer, timed."""
 
         def ask() -> Streamed:
-            start, first, tokens, text = time.perf_counter(), None, 0, ""
             more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-            for chunk in self._client.chat.completions.create(model=self.model, messages=list(messages), **more, **settings):
-                if chunk.choices:
-                    first = first or time.perf_counter()
-                    text += chunk.choices[0].delta.content or ""
-                tokens = chunk.usage.completion_tokens if chunk.usage else tokens
-            end = time.perf_counter()
-            if first is None or not tokens:
+            start = time.perf_counter()
+            with self._client.chat.completions.with_streaming_response.create(
+                model=self.model, messages=list(messages), **more, **settings
+            ) as reply:
+                lines = [(time.perf_counter(), line) for line in reply.iter_lines()]  # read later: a server on this machine is at work
+            events = [(at, json.loads(line[5:])) for at, line in lines if line.startswith("data:") and line[5:].strip() != "[DONE]"]
+            if told := next((event["error"] for _, event in events if event.get("error")), None):
+                raise Refused(f"the server ended its answer with an error: {told!s:.300}")
+            chunks = [(at, event["choices"][0]) for at, event in events if event.get("choices")]
+            tokens = next((usage["completion_tokens"] for _, event in reversed(events) if (usage := event.get("usage"))), 0)
+            if not chunks or not tokens:
                 raise Refused("the server streamed no token, or does not count them (stream_options.include_usage)")
-            return Streamed(tokens, first - start, end - start, text)
+            text = "".join(chunk["delta"].get("content") or "" for _, chunk in chunks)
+            return Streamed(tokens, chunks[0][0] - start, lines[-1][0] - start, text)
 
         return self._guarded(ask)
 
@@ -112,5 +117,5 @@ class Server:
             raise Gone(f"the server at '{self.root}' cannot be reached: {error.__cause__ or error}") from error
         except errors.APIStatusError as error:
             raise Refused(f"the server answers {error.status_code}: {error.message!s:.300}") from error
-        except (errors.APIError, ValueError, AttributeError, TypeError) as error:
+        except (errors.APIError, ValueError, AttributeError, TypeError, LookupError) as error:
             raise Refused(f"the server's answer is not understood: {type(error).__name__}: {error!s:.200}") from error
