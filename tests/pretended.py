@@ -97,7 +97,7 @@ class Operators(TorchDispatchMode):
         there = [x for x in operands if isinstance(x, There)]
         moving, self.moving = self.moving, False
         asked = kwargs.get("device")
-        fetched = moving and asked == CPU or func is aten.copy_.default and not isinstance(args[0], There)
+        fetched = (moving and asked == CPU) or (func is aten.copy_.default and not isinstance(args[0], There))
         self.waits += bool(there) and (func in WAITS or fetched)
         behind = self.within or torch._C._current_graph_task_id() != -1
         if behind or not moving:  # torch itself takes all of this for the CPU's
