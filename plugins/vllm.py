@@ -60,7 +60,7 @@ Mistral MistralLarge3 MuseGlimmer Nanbeige NemotronH NemotronHPuzzle Olmo2 Olmo3
 Qwen3Next Qwen3_5 Qwen3_5Moe SarvamMLA SeedOss SmolLM3 Starcoder2 Step1 TeleChat2 TeleChat3 TeleFLM VaultGemma
 """
 CONDITIONAL = """
-CohereCompass Cosmos3 DeepseekV4 Emu3 Exaone4_5_ Gemma4 Gemma4Unified Glm5Next HunYuanVL InternS1Pro InternS2Mobius
+CohereCompass Cosmos3 DeepseekV4 Emu3 Gemma4 Gemma4Unified Glm5Next HunYuanVL InternS1Pro InternS2Mobius
 InternS2Preview KimiK25 KimiK3 LightOnOCR Llama4 Llava MiniCPMV4_6 MiniCPMV4_7 MiniMaxM3Sparse Mistral3 MuseGlimmer OpenCUA
 Pixtral Qwen2_5_VL Qwen3ASR Qwen3OmniMoe Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe VibeVoiceAsr
 """
@@ -68,7 +68,8 @@ NEMOTRON = (f"NemotronH_{n}" for n in ("Nano_VL_V2", "Nano_Omni_Reasoning_V3", "
 TARGETS = frozenset(
     [*(f"{n}ForCausalLM" for n in CAUSAL.split()), *(f"{n}ForConditionalGeneration" for n in CONDITIONAL.split()), *NEMOTRON]
 )
-"""Targets by a class that keeps to its interface `SupportsEagle3`, as of 0.32.0; others it may run by transformers' code."""
+"""Targets by a class that keeps to its interface `SupportsEagle3`, as of 0.32.0; others it may run by transformers' code. Exaone4_5_ is
+said to, but fails when it is started: what reads text in it does not."""
 
 
 class VLLM(EngineBase):

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from vision import model_of
 
-from foredraft.decoding.families import SMALL
+from foredraft.decoding.families import SENSES, SMALL
 
 LAYERS = 6
 SIZES: dict[str, Any] = {
@@ -96,6 +97,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": {},
 }
 """What is not as `SIZES` has it, by model_type."""
+WIDE = {"vision_output_dim": 128, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 128}
+SECTIONS = {**ROPE, "mrope_section": [8, 4, 4]}
+INTERLEAVED = {"rope_parameters": {**SECTIONS, "mrope_interleaved": True}}
+SEEN = {"patch_size": 8, "out_hidden_size": 128}
+STACKED = {**SEEN, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llava": ({}, {}),
+    "mistral3": ({"sliding_window": None}, {}),
+    "gemma4": ({"num_experts": None}, {"position_embedding_size": 64, "pooling_kernel_size": 3}),
+    "llama4": ({"num_experts_per_tok": 1}, WIDE),
+    "qwen2_5_vl": ({"rope_parameters": SECTIONS}, {**SEEN, "fullatt_block_indexes": [1], "window_size": 32}),
+    "qwen3_vl": (INTERLEAVED, STACKED),
+    "qwen3_vl_moe": ({**INTERLEAVED, "norm_topk_prob": True}, STACKED),
+    "qwen3_5": (LINEAR, {}),
+}
+"""Targets that see, by a class of its own: what reads text, and what sees. They are asked with text alone, without the pad token."""
+TRANSPOSED = ("qwen3_vl_moe",)
+"""Those whose experts' matrices published files hold the other way round than transformers writes them."""
 UNTRIED = "never run yet in these sizes"
 NOT_ALIKE = {
     **dict.fromkeys(("minimax_m2", "laguna"), "vLLM's router of experts for the CPU knows softmax alone"),
@@ -103,7 +122,7 @@ NOT_ALIKE = {
     **dict.fromkeys(("gpt_neox", "vaultgemma"), "did not come out alike when it was run once; why was not looked into"),
 }
 """Why a family is not expected to come out alike: known on 22 November 2026, with vLLM 0.32 on the CPU."""
-HALF = ("qwen3_next", "qwen3_5_text", "nemotron_h", "deepseek_v2", "deepseek_v3")
+HALF = ("qwen3_next", "qwen3_5_text", "qwen3_5", "nemotron_h", "deepseek_v2", "deepseek_v3")
 """Those for which vLLM has kernels of half precision alone on the CPU: their states are compared, by the length of what differs."""
 SCALED = ("minicpm3",)
 """Those whose final states vLLM hands on times what it multiplies logits by; a draft that reads aux layers does not see it."""
@@ -112,6 +131,12 @@ SCALED = ("minicpm3",)
 @cache
 def tiny_family(model_type: str) -> PreTrainedModel:
     """A random model of a family, in evaluation mode; matrices large enough that each layer changes the states."""
+    if model_type in SEEING:
+        heads = {"hidden_size": 64, "num_attention_heads": 2, "num_heads": 2}
+        small = {**SIZES, "pad_token_id": 63}, {**SENSES, **heads}
+        whole = model_of(model_type, *SEEING[model_type], small=small)
+        whole.generation_config.eos_token_id = None
+        return whole
     cls = CONFIG_MAPPING[model_type]
     names = {*dir(cls), *cls.attribute_map, *cls().to_dict()}
     names -= {name for name in names if isinstance(getattr(cls, name, None), property)}

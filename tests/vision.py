@@ -41,14 +41,21 @@ def tokenizer_with(*tokens: str, place: str, **named: str) -> Any:
     return made
 
 
-def model_of(family: str, text: dict[str, Any], vision: dict[str, Any], seed: int = 0, **fields: Any) -> PreTrainedModel:
-    """A random model of a family, of these sizes beside those of `compatibility`."""
+def model_of(
+    family: str,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    seed: int = 0,
+    small: tuple[dict[str, Any], dict[str, Any]] = (SMALL, SENSES),
+    **fields: Any,
+) -> PreTrainedModel:
+    """A random model of a family, of these sizes beside the `small` ones of what reads text, and of what sees."""
     whole = CONFIG_MAPPING[family]()
     parts = {}
     for name, own_class in type(whole).sub_configs.items():
         if (part := getattr(whole, name) or (own_class() if name == "vision_config" else None)) is None:
             continue
-        sizes, own = (SMALL, text) if part is whole.get_text_config() else (SENSES, vision)
+        sizes, own = (small[0], text) if part is whole.get_text_config() else (small[1], vision)
         known = {*dir(part), *part.attribute_map, *part.to_dict()} - {"sliding_window"}
         parts[name] = {"model_type": part.model_type, **{n: v for n, v in sizes.items() if n in known}, **own}
     config = CONFIG_MAPPING[family](**parts, **fields)
