@@ -53,11 +53,11 @@ SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dfla
 
 
 CAUSAL = """
-Afmoe Apertus Arcee Cohere2Moe Cwm Deepseek DeepseekV2 DeepseekV32 DeepseekV3 DeepseekV41 DeepseekV4 Ernie4_5 FlexOlmo GPTBigCode
-GPTNeoX Gemma4 Glm5Next Glm GlmMoeDsa GptOss Granite GraniteSWA HunYuanDenseV1 HunYuanMoEV1 IQuestCoder InternLM3 Jais2 K2Horizon
-KimiLinear Laguna Llama4 Llama Mellum MiMo MiMoV2Flash MiMoV2 MiMoV2Omni MiniCPM3 MiniCPM MiniMaxM2 MiniMaxM3Sparse Ministral3
-Mistral MistralLarge3 MuseGlimmer Nanbeige NemotronH NemotronHPuzzle Olmo2 Olmo3 Olmo Phi3 Phi Plamo3 Qwen2 Qwen3 Qwen3Moe
-Qwen3Next Qwen3_5 Qwen3_5Moe SarvamMLA SeedOss SmolLM3 Starcoder2 Step1 TeleChat2 TeleChat3 TeleFLM VaultGemma
+Afmoe Apertus Arcee Cohere2Moe Cwm Deepseek DeepseekV2 DeepseekV32 DeepseekV3 DeepseekV41 DeepseekV4 Ernie4_5 FlexOlmo Gemma4
+Glm5Next Glm GlmMoeDsa GptOss Granite GraniteSWA HunYuanDenseV1 HunYuanMoEV1 IQuestCoder InternLM3 Jais2 K2Horizon KimiLinear
+Laguna Llama4 Llama Mellum MiMo MiMoV2Flash MiMoV2 MiMoV2Omni MiniCPM3 MiniCPM MiniMaxM2 MiniMaxM3Sparse Ministral3 Mistral
+MistralLarge3 MuseGlimmer Nanbeige NemotronH NemotronHPuzzle Olmo2 Olmo3 Olmo Phi3 Phi Plamo3 Qwen2 Qwen3 Qwen3Moe Qwen3Next
+Qwen3_5 Qwen3_5Moe SarvamMLA SeedOss SmolLM3 Starcoder2 Step1 TeleChat2 TeleChat3 TeleFLM VaultGemma
 """
 CONDITIONAL = """
 CohereCompass Cosmos3 DeepseekV4 Emu3 Gemma4 Gemma4Unified Glm5Next HunYuanVL InternS1Pro InternS2Mobius
@@ -68,8 +68,9 @@ NEMOTRON = (f"NemotronH_{n}" for n in ("Nano_VL_V2", "Nano_Omni_Reasoning_V3", "
 TARGETS = frozenset(
     [*(f"{n}ForCausalLM" for n in CAUSAL.split()), *(f"{n}ForConditionalGeneration" for n in CONDITIONAL.split()), *NEMOTRON]
 )
-"""Targets by a class that keeps to its interface `SupportsEagle3`, as of 0.32.0; others it may run by transformers' code. Exaone4_5_ is
-said to, but fails when it is started: what reads text in it does not."""
+"""Targets by a class that keeps to its interface `SupportsEagle3`, as of 0.32.0; others it may run by transformers' code. Some
+that do fail when they are started: Exaone4_5_ (what reads text in it does not), GPTNeoX and GPTBigCode (their embedding has another name
+than the two that drafts are given)."""
 
 
 class VLLM(EngineBase):

@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from vision import model_of
 
 from foredraft.decoding.families import SENSES, SMALL
+from foredraft.target.segments import score_cap
 
 LAYERS = 6
 SIZES: dict[str, Any] = {
@@ -74,8 +75,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": LATENT,
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
-    "deepseek_v32": LATENT,
-    "glm_moe_dsa": LATENT,
+    "deepseek_v32": {**LATENT, "index_head_dim": 128},
+    "glm_moe_dsa": {**LATENT, "index_head_dim": 128},
     "qwen3_next": LINEAR,
     "qwen3_5_text": LINEAR,
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"] * 2},
@@ -93,7 +94,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "smollm3": {},
     "starcoder2": {"sliding_window": None},
-    "gpt_neox": {},
     "vaultgemma": {},
 }
 """What is not as `SIZES` has it, by model_type."""
@@ -115,13 +115,12 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Targets that see, by a class of its own: what reads text, and what sees. They are asked with text alone, without the pad token."""
 TRANSPOSED = ("qwen3_vl_moe",)
 """Those whose experts' matrices published files hold the other way round than transformers writes them."""
-UNTRIED = "never run yet in these sizes"
 NOT_ALIKE = {
     **dict.fromkeys(("minimax_m2", "laguna"), "vLLM's router of experts for the CPU knows softmax alone"),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "kimi_linear", "mellum"), UNTRIED),
-    **dict.fromkeys(("gpt_neox", "vaultgemma"), "did not come out alike when it was run once; why was not looked into"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "vLLM has no sparse attention on the CPU"),
+    "kimi_linear": "vLLM's only code for it is NVIDIA's (it wants cutlass)",
 }
-"""Why a family is not expected to come out alike: known on 22 November 2026, with vLLM 0.32 on the CPU."""
+"""Why a family is not expected to come out alike: known on 23 November 2026, with vLLM 0.32 on the CPU."""
 HALF = ("qwen3_next", "qwen3_5_text", "qwen3_5", "nemotron_h", "deepseek_v2", "deepseek_v3")
 """Those for which vLLM has kernels of half precision alone on the CPU: their states are compared, by the length of what differs."""
 SCALED = ("minicpm3",)
@@ -142,6 +141,7 @@ def tiny_family(model_type: str) -> PreTrainedModel:
     names -= {name for name in names if isinstance(getattr(cls, name, None), property)}
     config = cls(**{**{n: v for n, v in SIZES.items() if n in names}, **FAMILIES[model_type]})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    how = "eager" if score_cap(config) else None
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=how).eval()
     model.generation_config.eos_token_id = None
     return model

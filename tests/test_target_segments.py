@@ -1,5 +1,6 @@
 """The target's attention by documents: the states of a packed batch are those of its own attention, windows included."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,11 @@ def test_capped_scores_keep_their_own_attention(tmp_path: Path) -> None:
     name = saved("gemma2", tmp_path)
     with pytest.raises(ForedraftError, match="Gemma2ForCausalLM does not work by 'foredraft_varlen'"):
         Target(load_target(name, "float32", Loading(attn_implementation=segments.ASKED)), (1, 3, 6))
-    Target(load_target(name, "float32"), (1, 3, 6))
+    model = load_target(name, "float32")
+    Target(model, (1, 3, 6))
+    assert model.config._attn_implementation == "eager"
+    with pytest.warns(UserWarning, match="caps its scores at 50, and transformers' SDPA does not"), suppress(ValueError):  # it may refuse
+        Target(load_target(name, "float32", Loading(attn_implementation="sdpa")), (1, 3, 6))
 
 
 def test_windows_that_only_masks_know() -> None:

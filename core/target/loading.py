@@ -28,6 +28,7 @@ from ..errors import ForedraftError
 from ..registry import default_registry
 from .capture import decoder_layers
 from .gguf import check_readable, completed, is_gguf, plain, source, with_digits
+from .segments import score_cap
 from .weights import is_settled
 
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
@@ -84,6 +85,8 @@ def load_target(
     how = dict(loading.model)
     if is_gguf(name):
         how["config"] = config
+    if score_cap(config) is not None:
+        how.setdefault("attn_implementation", "eager")
     if not layers and not {"device_map", "tp_plan", "quantization"} & how.keys():
         how["device_map"] = _without_layers(config, str(device))
     if torch.device(device).type != "cpu" and not {"device_map", "tp_plan"} & how.keys():

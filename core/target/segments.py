@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -50,6 +50,13 @@ def attend(
 AttentionInterface.register(ASKED, attend)
 AttentionInterface.register(WITHIN, attend)
 AttentionMaskInterface.register(ASKED, sdpa_mask)
+
+
+def score_cap(config: PretrainedConfig) -> float | None:
+    """What a target's attention caps its scores at, where it does: by `eager`, FlexAttention and flash-attn; by SDPA transformers lets
+    them run free."""
+    cap: float | None = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return cap
 
 
 def wanted(model: PreTrainedModel) -> bool:

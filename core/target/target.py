@@ -1,5 +1,6 @@
 """The frozen target: what it says of a batch (`Signal`), from its own modules."""
 
+import warnings
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ from ..data.collate import ends_of
 from ..errors import ForedraftError
 from .capture import AuxCapture, decoder_layers, decoder_of, depth_of, norm_behind, norm_scale
 from .places import stacked
-from .segments import ASKED, by_documents, wanted
+from .segments import ASKED, by_documents, score_cap, wanted
 from .weights import home_of, in_turn, is_sharded, matrix_of, own_tensors, runs_on
 
 # Config fields that a family multiplies its logits by, or divides them by.
@@ -47,7 +48,14 @@ class Target:
 
     def _try_out(self) -> None:
         """Run it over a few tokens: is its head understood, and how are documents in a row told apart?"""
-        asked = self.model.config.get_text_config()._attn_implementation == ASKED
+        how = self.model.config.get_text_config()._attn_implementation
+        asked, cap = how == ASKED, score_cap(self.model.config)
+        if cap is not None and how == "sdpa":
+            warnings.warn(
+                f"the target's attention caps its scores at {cap:g}, and transformers' SDPA does not: engines read other states than these. "
+                "Load it with attn_implementation='eager', 'flex_attention' or 'flash_attention_2'",
+                stacklevel=3,
+            )
         refusal = f"attn_implementation: {type(self.model).__name__} does not work by '{ASKED}': leave it out, or choose another"
         try:
             self._check_head()
