@@ -52,8 +52,8 @@ class Target:
         asked, cap = how == ASKED, score_cap(self.model.config)
         if cap is not None and how == "sdpa":
             warnings.warn(
-                f"the target's attention caps its scores at {cap:g}, and transformers' SDPA does not: engines read other states than these. "
-                "Load it with attn_implementation='eager', 'flex_attention' or 'flash_attention_2'",
+                f"the target's attention caps its scores at {cap:g}, and transformers' SDPA does not: engines read other states than "
+                "these. Load it with attn_implementation='eager', 'flex_attention' or 'flash_attention_2'",
                 stacklevel=3,
             )
         refusal = f"attn_implementation: {type(self.model).__name__} does not work by '{ASKED}': leave it out, or choose another"
