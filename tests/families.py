@@ -4,11 +4,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from vision import model_of
 
 from foredraft.decoding.families import SENSES, SMALL
-from foredraft.target.segments import score_cap
+from foredraft.target.loading import untrained
 
 LAYERS = 6
 SIZES: dict[str, Any] = {
@@ -141,7 +141,6 @@ def tiny_family(model_type: str) -> PreTrainedModel:
     names -= {name for name in names if isinstance(getattr(cls, name, None), property)}
     config = cls(**{**{n: v for n, v in SIZES.items() if n in names}, **FAMILIES[model_type]})
     torch.manual_seed(0)
-    how = "eager" if score_cap(config) else None
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=how).eval()
+    model = untrained(config, torch.float32).eval()
     model.generation_config.eos_token_id = None
     return model

@@ -11,7 +11,7 @@ from tiny import tiny_tokenizer
 from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFast
 
 from foredraft.decoding.families import SENSES, SMALL
-from foredraft.target.loading import auto_class
+from foredraft.target.loading import untrained
 
 SIZE = 32
 """Pixels of an image's side that a processor takes or makes; patches have 8."""
@@ -60,7 +60,7 @@ def model_of(
         parts[name] = {"model_type": part.model_type, **{n: v for n, v in sizes.items() if n in known}, **own}
     config = CONFIG_MAPPING[family](**parts, **fields)
     torch.manual_seed(seed)
-    return auto_class(config).from_config(config, dtype=torch.float32).eval()
+    return untrained(config, torch.float32).eval()
 
 
 def reader_of(own: Any, images: Any, tokenizer: Any, **told: Any) -> Any:

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import ForedraftError
-from ..target.loading import auto_class, headed
+from ..target.loading import untrained
 
 LAYERS, VOCABULARY, LARGEST = 8, 64, 20_000_000
 
@@ -140,14 +140,13 @@ def tiny_model(config_class: Any) -> PreTrainedModel:
     logging.set_verbosity_error()
     try:
         config = _shrunk(config_class)
-        family = auto_class(config)
         with torch.device("meta"):
-            size = family.from_config(config).num_parameters()
+            size = untrained(config).num_parameters()
         if size > LARGEST:
             raise ForedraftError(f"shrunk, it still has {size:,} parameters")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = headed(family.from_config(config, dtype=torch.float32)).eval()
+            model = untrained(config, torch.float32).eval()
             for weight in model.parameters():  # a router of zeros ties its experts: which it takes follows from the width of a forward
                 if weight.ndim > 1 and not weight.any():
                     torch.nn.init.normal_(weight, std=SMALL["initializer_range"])

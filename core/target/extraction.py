@@ -18,7 +18,7 @@ from ..errors import ForedraftError
 from ..serving import Gone, Refused, Server
 from .capture import decoder_of, depth_of, norm_behind
 from .kept import Part
-from .loading import auto_class
+from .loading import untrained
 from .store import Row
 
 
@@ -96,7 +96,7 @@ def final_norm(target: str | Path, config: PretrainedConfig, dtype: torch.dtype)
     Raises `ForedraftError` where it is not found there.
     """
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=dtype)
+        model = untrained(config, dtype)
     names = {id(module): name for name, module in model.named_modules()}
     if (norm := norm_behind(decoder_of(model))) is not None:
         norm.to_empty(device="cpu").requires_grad_(False)

@@ -85,8 +85,8 @@ def load_target(
     how = dict(loading.model)
     if is_gguf(name):
         how["config"] = config
-    if score_cap(config) is not None:
-        how.setdefault("attn_implementation", "eager")
+    if attention := _attention(config):
+        how.setdefault("attn_implementation", attention)
     if not layers and not {"device_map", "tp_plan", "quantization"} & how.keys():
         how["device_map"] = _without_layers(config, str(device))
     if torch.device(device).type != "cpu" and not {"device_map", "tp_plan"} & how.keys():
@@ -107,7 +107,7 @@ def load_target(
 def _without_layers(config: PretrainedConfig, device: str) -> dict[str, str]:
     """A device map: the decoder layers on disk, from where they are fetched if one is asked for, and all else on `device`."""
     with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+        model = untrained(config)
     layers, places = decoder_layers(model), dict[str, str]()
 
     def settle(module: nn.Module, name: str) -> None:
@@ -124,6 +124,16 @@ def _without_layers(config: PretrainedConfig, device: str) -> dict[str, str]:
 def auto_class(config: PretrainedConfig) -> Any:
     """Which of transformers' auto classes makes the whole model of a config: with what it reads images and sound with, if it does."""
     return AutoModelForMultimodalLM if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING else AutoModelForCausalLM
+
+
+def untrained(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The whole model of a config with weights that mean nothing; it attends as one that `load_target` loads."""
+    return headed(auto_class(config).from_config(config, dtype=dtype, attn_implementation=_attention(config)))
+
+
+def _attention(config: PretrainedConfig) -> str | None:
+    """What a target attends by if nothing is asked for; None: as transformers chooses."""
+    return None if score_cap(config) is None else "eager"
 
 
 def headed(model: PreTrainedModel) -> PreTrainedModel:

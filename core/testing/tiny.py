@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from ..contracts.signal import Signal
 from ..data import DraftCollator
-from ..target.loading import auto_class
+from ..target.loading import untrained
 from ..target.target import Target
 
 
@@ -33,7 +33,7 @@ def tiny_config(layers: int = 8, vocab: int = 50, hidden: int = 32, **config: An
 def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A random target of this config, in evaluation mode and float32."""
     torch.manual_seed(seed)
-    return auto_class(config).from_config(config, dtype=torch.float32).eval()
+    return untrained(config, torch.float32).eval()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from ..data import DraftCollator
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
-from ..target.loading import auto_class
+from ..target.loading import untrained
 from ..target.target import Target
 from .meter import Meter, Watched, visible_pairs
 
@@ -149,7 +149,7 @@ def _count(
         draft = make().train()
         if checkpointing:
             draft.gradient_checkpointing_enable()
-        model = auto_class(config).from_config(config, dtype=target_dtype)
+        model = untrained(config, target_dtype)
         target = _Unchecked(model, draft.config.aux_layers, draft.algorithm.needs)
     batch = DraftCollator(draft.algorithm)(packed)
     weights = [t for m in (draft, model) for t in chain(m.parameters(), m.buffers())]
