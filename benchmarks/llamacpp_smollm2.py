@@ -57,7 +57,7 @@ def cell(target: Path, draft: Path, drafted: int, dtype: str, arguments: str, **
     if drafted:
         command = serve_commands(engine, draft, str(target), drafted, dtype=dtype)[-1]
     with running_engine(command, arguments) as url:
-        found, texts = measure(Server(url), engine, temperature=0.0, **asked)
+        found, texts = measure(Server(url, retries=0), engine, temperature=0.0, **asked)
         if drafted:
             check_drafted(found, url)
     names = {"at once": "concurrency", "tokens/s": "tokens_per_second", "tau": "tau", "acceptance": "acceptance"}

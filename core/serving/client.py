@@ -90,6 +90,7 @@ class Server:
 
         def ask() -> Streamed:
             more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+            more["extra_headers"] = {"Connection": "close"}  # llama.cpp may end one that is used again without an answer
             start = time.perf_counter()
             with self._client.chat.completions.with_streaming_response.create(
                 model=self.model, messages=list(messages), **more, **settings
