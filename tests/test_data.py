@@ -149,8 +149,8 @@ class TestRenderer:
         tokenizer = tiny_tokenizer()
         read = []
         renderer = Renderer(tokenizer)
-        whole = renderer._tokenized
-        monkeypatch.setattr(renderer, "_tokenized", lambda text: read.append(len(text)) or whole(text))
+        whole = renderer.encoding
+        monkeypatch.setattr(renderer, "encoding", lambda text: read.append(len(text)) or whole(text))
         for unit in ("the answer is in a sentence. ", "x", " ", "é😀", "question\n\n  another"):
             conversation = chat("q", unit * 20_000)
             ids = tokenizer(tokenizer.apply_chat_template(conversation, tokenize=False))["input_ids"]

@@ -23,7 +23,7 @@ from .skipped import Skipped, Unusable
 from .tables import cached, place, table_of
 from .template import Reader
 
-FORM = 1
+FORM = 2
 """Of the rows in the cache: another number, other rows."""
 OPEN = 32
 """Rows that still have room and are tried."""

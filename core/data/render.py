@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import ForedraftError
 from .conversations import Conversations
+from .encoding import Encoding
 from .forms import Conversation, Message, conversation_of
 from .images import images_in
 from .pieces import Pieces
@@ -19,8 +20,6 @@ from .skipped import Skipped, Unusable
 from .template import TEXTUAL, Reader, Template
 
 Array = np.ndarray[Any, Any]
-_ENCODING = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False, "return_token_type_ids": False}
-
 
 # Of a long text so many characters behind the last token that is wanted are read too, and again as many to see that they do not matter.
 MARGIN = 4096
@@ -49,6 +48,7 @@ class Renderer:
         self.template = Template(reader)
         self.pieces = Pieces(self.template)
         tokenizer = self.tokenizer = self.template.tokenizer
+        self.encoding = Encoding(tokenizer)
         # all_special_ids holds the named ones (eos, pad ...) only; an end-of-turn token need not be among them.
         self.special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
         if not tokenizer.is_fast:
@@ -145,13 +145,13 @@ class Renderer:
         """
         room = len(text) if length is None else 8 * length + MARGIN
         while length is not None and 2 * (room + MARGIN) < len(text):
-            ids, starts, ends = self._tokenized(text[:room])
+            ids, starts, ends = self.encoding(text[:room])
             if len(ids) > length and ends[length] + MARGIN <= room:
-                longer, _, _ = self._tokenized(text[: room + MARGIN])
+                longer, _, _ = self.encoding(text[: room + MARGIN])
                 if longer[:length] == ids[:length]:
                     return _Tokens(text, ids[:length], starts[:length], ends[:length])
             room *= 4
-        ids, starts, ends = self._tokenized(text)
+        ids, starts, ends = self.encoding(text)
         return _Tokens(text, ids[:length], starts[:length], ends[:length])
 
     def _seen(self, text: str, conversation: Conversation, length: int | None) -> "_Tokens":
@@ -177,12 +177,6 @@ class Renderer:
         row = {name: value[:, :length] if value.shape == (1, len(ids)) else value for name, value in pixels.items()}
         starts, ends = np.array(back[:length], np.int64).reshape(-1, 2).T
         return _Tokens(text, ids[:length], starts, ends, row)
-
-    def _tokenized(self, text: str) -> tuple[list[int], Array, Array]:
-        """Ids of a text, and where each starts and ends in it."""
-        encoded = self.tokenizer(text, **_ENCODING)
-        offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-        return encoded["input_ids"], offsets[:, 0], offsets[:, 1]
 
 
 class _Tokens:
