@@ -47,7 +47,10 @@ def measure(file: str, tokenizer: str, length: int, processes: int | None) -> No
     from foredraft import Conversations, pack
 
     reader = AutoTokenizer.from_pretrained(tokenizer)
-    pack([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]], reader, length)  # what is done once
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as one:
+        one.write(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n")
+        one.flush()
+        pack(Conversations.load(one.name), reader, length)  # what is done once
     peak, ended = [0], threading.Event()
     threading.Thread(target=_watch, args=(peak, ended), daemon=True).start()
     cpu, began = _cpu(), time.monotonic()
