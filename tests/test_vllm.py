@@ -6,8 +6,6 @@ vLLM's kernels for the CPU want heads of 32 at least, and latent attention in De
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache, partial
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, HALF, LAYERS, NOT_ALIKE, SCALED, SEEING, TRANSPOSED, tiny_family
+from in_vllm import IN_VLLM, RunningVLLM, running_vllm
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import PreTrainedModel
@@ -25,8 +24,7 @@ from foredraft import BaseDraft, Target, auto_draft, default_registry, generate,
 from foredraft.formats import export_draft
 
 HERE = Path(__file__).parent
-PYTHON = os.environ.get("FOREDRAFT_VLLM_PYTHON")
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(PYTHON is None, reason="FOREDRAFT_VLLM_PYTHON names no interpreter with vLLM")]
+pytestmark = IN_VLLM
 
 SPEC = importlib.util.spec_from_file_location("matrix_for_vllm", HERE.parent / "benchmarks/matrix.py")
 assert SPEC is not None
@@ -115,32 +113,19 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def vllm(folder: Path) -> Iterator[Any]:
-    """`in_vllm` of a process that has imported vLLM once."""
-    assert PYTHON is not None
-    openmp = Path(PYTHON).parents[1] / "lib/libiomp5.so"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})}
-    with (folder / "imports.log").open("w") as log:
-        process = subprocess.Popen(
-            [PYTHON, str(HERE / "run_in_vllm.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-        )
-        yield cache(partial(in_vllm, process, folder))
-        process.stdin.close()  # type: ignore[union-attr]
-        process.wait(60)
+    """`served` by a process that has imported vLLM once."""
+    with running_vllm(folder) as process:
+        yield cache(partial(served, process))
 
 
-def in_vllm(
-    process: Any,
-    folder: Path,
-    target: str,
-    draft: str | None = None,
-    states: str | None = None,
-    few: bool = False,
-    dtype: str = "float32",
+def served(
+    process: RunningVLLM, target: str, draft: str | None = None, states: str | None = None, few: bool = False, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """What tests/run_in_vllm.py says of our prompts, or of a few and a shorter text."""
-    llm = {"model": target, "skip_tokenizer_init": True, "dtype": dtype, "max_model_len": 128, "max_num_seqs": 4}
+    """What it says of our prompts, or of a few and a shorter text."""
+    llm: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 4}
     if Path(target).name in SEEING:
         llm["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+    speculative = None
     if draft is not None:
         config = json.loads((Path(draft) / "config.json").read_text())
         engine = default_registry().engine("vllm")()
@@ -148,16 +133,8 @@ def in_vllm(
         if command := engine.prepare(config, draft, target):
             _, _, source, out, _, form = command
             export_draft(source, out, form)
-        llm["speculative_config"] = engine.speculative_config(config, draft, DRAFTED)
-    job, out = folder / "job.json", folder / "out.json"
-    asked = {"prompts": prompts()[:FEW], "max_tokens": SHORT} if few else {"prompts": prompts(), "max_tokens": NEW}
-    job.write_text(json.dumps({"llm": llm, **asked, "ignore_eos": True, "states": states}))
-    out.unlink(missing_ok=True)
-    process.stdin.write(json.dumps([str(job), str(out)]) + "\n")
-    process.stdin.flush()
-    status = process.stdout.readline().strip()
-    assert out.exists(), f"{status}: " + (folder / "out.json.log").read_text()[-4000:]
-    return json.loads(out.read_text())  # type: ignore[no-any-return]
+        speculative = engine.speculative_config(config, draft, DRAFTED)
+    return process(target, speculative, prompts()[: FEW if few else None], SHORT if few else NEW, states, **llm)
 
 
 def in_foredraft(model: PreTrainedModel, draft: BaseDraft, prompt: list[int], new: int) -> tuple[list[int], Drafts]:

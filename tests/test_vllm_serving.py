@@ -4,12 +4,12 @@ Needs `FOREDRAFT_VLLM_PYTHON`, as test_vllm.py does; a minute or two each.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from in_vllm import IN_VLLM, PYTHON
 from tiny import TOKENS, chat, tiny_batch, tiny_draft, tiny_target, tiny_tokenizer
 from typer.testing import CliRunner
 from vllm_on_cpu import install
@@ -22,8 +22,7 @@ from foredraft.training.capture import capture
 from foredraft.training.run import packed_rows
 from foredraft.training.settings import RunConfig
 
-PYTHON = os.environ.get("FOREDRAFT_VLLM_PYTHON", "")
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not PYTHON, reason="FOREDRAFT_VLLM_PYTHON names no interpreter with vLLM")]
+pytestmark = IN_VLLM
 SMALL = "--enforce-eager --max-model-len 256 --max-num-seqs 4"
 
 
