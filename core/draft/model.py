@@ -99,10 +99,11 @@ class BaseDraft(DraftVocabulary, Published, DraftModel):
         Where the target has them elsewhere, so has the draft, as engines do: in all components if its own RoPE has sections, else in the
         first of them (vLLM 0.32, `_set_positions`).
         """
-        if self.places_CBL is None:
-            return self.rotary_emb(like, positions_BQ)
-        places_CBQ = places_at(self.places_CBL.to(positions_BQ.device), positions_BQ)
         rotary: Any = self.rotary_emb
+        if self.places_CBL is None:
+            sections = getattr(rotary, "mrope_section", ())  # transformers' own takes all components, some of its versions nothing else
+            return rotary(like, positions_BQ.expand(len(sections), *positions_BQ.shape) if sections else positions_BQ)
+        places_CBQ = places_at(self.places_CBL.to(positions_BQ.device), positions_BQ)
         return rotary(like, places_CBQ if rotary.config.rope_parameters.get("mrope_section") else places_CBQ[0])
 
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
