@@ -65,8 +65,9 @@ def test_capped_scores_keep_their_own_attention(tmp_path: Path) -> None:
     model = load_target(name, "float32")
     Target(model, (1, 3, 6))
     assert model.config._attn_implementation == "eager"
+    model.config._attn_implementation = "sdpa"  # some versions of transformers do not load it so
     with pytest.warns(UserWarning, match="caps its scores at 50, and transformers' SDPA does not"), suppress(ValueError):  # it may refuse
-        Target(load_target(name, "float32", Loading(attn_implementation="sdpa")), (1, 3, 6))
+        Target(model, (1, 3, 6))
 
 
 def test_windows_that_only_masks_know() -> None:
