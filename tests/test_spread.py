@@ -57,16 +57,16 @@ def states(config: RunConfig) -> Any:
     return store.states(DraftCollator(draft.algorithm)(list(rows)))
 
 
-def test_capture(there: Path) -> None:
-    one, two = run_of(there, "one"), run_of(there, "two")
+@pytest.mark.parametrize("workers", [2, None])
+def test_capture(there: Path, workers: int | None) -> None:
+    """Begun by two workers; gone on with by two, or by one process without Ray."""
+    one, two = run_of(there, "one"), run_of(there, f"by-{workers}")
     capture(one)
-    ended(
-        ["capture", str(there / "two.yaml"), "--workers", "2", "--batch-size", "1"],
-        lambda: any((there / "two").glob("*.safetensors")),
-    )
-    left = len([*(there / "two").glob("*.safetensors")])
-    capture(two, batch_size=1, workers=2)
-    assert len([*(there / "two").glob("*.safetensors")]) > left
+    kept = there / f"by-{workers}"
+    ended(["capture", f"{kept}.yaml", "--workers", "2", "--batch-size", "1"], lambda: any(kept.glob("*.safetensors")))
+    left = len([*kept.glob("*.safetensors")])
+    capture(two, batch_size=1, workers=workers)
+    assert len([*kept.glob("*.safetensors")]) > left
     assert_close(states(two), states(one), equal_nan=True, rtol=1e-5, atol=1e-6)
 
 
