@@ -25,14 +25,19 @@ def test_as_the_tokenizer_tracks_them() -> None:
         assert same(encoding(text), encoding._tracked(text)), text
 
 
-def test_a_text_that_another_call_would_cut_or_pad_is_whole() -> None:
+def test_what_another_call_asked_for_does_not_stay() -> None:
     tokenizer = tiny_tokenizer()
-    encoding, text = Encoding(tokenizer), "the answer is in a sentence"
+    encoding, text = Encoding(tokenizer), "the answer is in a sentence<|im_end|>"
     whole = encoding(text)
     tokenizer(text, truncation=True, max_length=3)
     assert same(encoding(text), whole)
     tokenizer(text, padding="max_length", max_length=60)
     assert same(encoding(text), whole)
+    tokenizer(text, split_special_tokens=True)
+    assert same(encoding(text), whole)
+    tokenizer.split_special_tokens = True
+    assert same(encoding(text), encoding._tracked(text))
+    assert len(encoding(text)[0]) > len(whole[0])
 
 
 @pytest.mark.parametrize("spelt", ["normalised", "prefixed", "stripped", "no bytes"])

@@ -47,7 +47,9 @@ class Encoding:
 
     def _spelt_out(self, text: str) -> tuple[list[int], Array, Array] | None:
         """None where the tokens' bytes are not the text's: one that was normalised, say, or cut as another call had asked for."""
-        ids: list[int] = self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        backend = self.tokenizer.backend_tokenizer
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens  # another call may have asked otherwise
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         parts, written = [self._bytes[number] for number in ids], text.encode()
         if b"".join(parts) != written:
             return None
