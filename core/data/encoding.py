@@ -17,7 +17,7 @@ _PROBE = "A probe:  two\n\tlines, 37 Straßen\r\n"
 class Encoding:
     """Token ids of texts and where each begins and ends, by a fast tokenizer.
 
-    A tokenizer that tracks places takes half as long again, and some leave spaces out of them. Where tokens stand for bytes, and those of
+    A tokenizer that tracks places takes a third longer, and some leave spaces out of them. Where tokens stand for bytes, and those of
     a text's tokens are the text, which is looked at each time, places follow from them. A part of a character is as wide as it is.
     """
 
