@@ -447,7 +447,9 @@ class TestDecode:
         assert "num_hidden_layers: the draft expects 8, the target has 6" in other
         assert "this draft was made for another target" in command.fails("generate", "hi", "--target", work / "other", "--draft", draft)
         assert "could not be loaded" in command.fails("generate", "hi", "--target", work / "missing", "--draft", draft)
-        assert "holds no config.json" in command.fails("generate", "hi", *target, "--draft", work / "missing")
+        assert "holds no config.json: there is no such directory" in command.fails("generate", "hi", *target, "--draft", work / "missing")
+        mistyped = command.fails("generate", "hi", *target, "--draft", draft.with_name(draft.name + "s"))
+        assert f"there is no such directory; did you mean '{draft.name}'?" in mistyped
         assert "--dtype float8: choose auto" in command.fails("generate", "hi", *target, "--draft", draft, "--dtype", "float8")
         assert "no such file" in command.fails("eval", *target, "--draft", draft, "--prompts", work / "missing.jsonl")
         (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')

@@ -24,6 +24,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLES = DOCS.parent / "examples"
 BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", flags=re.S | re.M)
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if BLOCK.search(page.read_text()))
+SUITED = [page for page in PAGES if "\npytest " in (DOCS / page).read_text()]
+"""Pages that run suites of tests."""
 SHOWN = {"", "text", "toml", "yaml", "json"}
 """Languages that are shown; with a title they are written to that file."""
 ELSEWHERE = {
@@ -76,12 +78,13 @@ def here(assumed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncount
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(page: str, here: Path) -> None:
-    """Files are written, Python runs in one namespace, commands of ours run in process; suites are among the slow."""
-    read(page, here, [])
+    """Files are written, Python runs in one namespace, commands of ours run in process; suites are among the slow, and none is left out."""
+    read(page, here, suites := [])
+    assert bool(suites) == (page in SUITED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if "\npytest " in (DOCS / page).read_text()])
+@pytest.mark.parametrize("page", SUITED)
 def test_page_with_its_suite(page: str, here: Path) -> None:
     read(page, here, suites := [])
     assert suites

@@ -18,7 +18,7 @@ import test_golden_peagle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_vllm import PYTHON, RunningVLLM, running_vllm
+from in_vllm import IN_VLLM, RunningVLLM, running_vllm
 from recorded import CONFIG, GOLDEN
 from safetensors.torch import load_file, save_file
 from tiny import tiny_draft, tiny_model
@@ -749,9 +749,9 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningVLLM]:
         yield process
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(PYTHON is None, reason="FOREDRAFT_VLLM_PYTHON names no interpreter with vLLM")
-@pytest.mark.parametrize("name", [name for name, options in DRAFTS.items() if options["algorithm"] not in ("dspark", "dflash2")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=IN_VLLM) for name, options in DRAFTS.items() if options["algorithm"] not in ("dspark", "dflash2")]
+)
 def test_in_vllm(name: str, tmp_path: Path, target: str, vllm: RunningVLLM) -> None:
     """Real vLLM on the CPU, whose runner refuses blocks chosen in turn, drafts the same tokens from our directory and from its export."""
     options, drafts = {**DRAFTS[name]}, []

@@ -373,7 +373,8 @@ class TestErrors:
     @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
     def test_attention(self, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(small_pair()[0].config, "_attn_implementation_internal", attention)
-        self.refuse(f"its attention is '{attention}', which takes no mask of a tree: load it with attn_implementation='sdpa'")
+        text = self.refuse("LlamaForCausalLM cannot verify a tree")
+        assert f"its attention is '{attention}', which takes no mask of a tree: load it with attn_implementation='sdpa'" in text
 
     @pytest.mark.parametrize(
         ("config", "layer"),
@@ -392,7 +393,7 @@ class TestErrors:
 
     def test_drafters_without_trees(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(small_pair()[1].algorithm), "drafter", lambda *_: SimpleNamespace(propose=None))
-        self.refuse("algorithm 'eagle3' grow no trees: leave tree out, for a chain")
+        assert "algorithm 'eagle3' grow no trees: leave tree out, for a chain" in self.refuse("trees")
 
     @pytest.mark.parametrize("text", ["", "5", "5,8", "5,8,x", "5,8,32,1", "0,8,32", "5,8,-1"])
     def test_shapes(self, text: str) -> None:

@@ -14,7 +14,7 @@ from ..contracts.aux_layers import check_aux_layers
 from ..contracts.engine import Config
 from ..contracts.options import MOST
 from ..contracts.spec import DraftSpec
-from ..errors import ForedraftError, describe_validation
+from ..errors import ForedraftError, describe_validation, nearest
 from ..registry import Registry
 from .writing import finish
 
@@ -153,7 +153,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
     finish(path)
     file = Path(path) / "config.json"
     if not file.exists():
-        raise ForedraftError(f"'{path}' holds no config.json: it is no draft (and no target) directory")
+        why = "it is no draft (and no target) directory"
+        if not Path(path).is_dir():
+            why = "there is no such directory" + nearest(Path(path).name, (d.name for d in Path(path).parent.glob("*") if d.is_dir()))
+        raise ForedraftError(f"'{path}' holds no config.json: {why}")
     return read_json(file)
 
 
