@@ -11,9 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..contracts.signal import Signal
 
-# Rows of full-vocabulary logits alive at a time: float32 and their exponentials.
+# Rows of full-vocabulary logits alive at a time.
 CHUNK = 64
 CHUNK_ELSEWHERE = 256
+# Numbers of a tensor looked at at a time on the CPU: what is read several times stays in its cache.
+CACHED = 2**17
+# Tokens of which the highest logit is looked for first.
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -81,20 +85,33 @@ class Teacher:
     def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
         """See `Supervisor`: one pass over the whole vocabulary, of which the draft's columns are kept."""
         hidden_NT = self.hidden_RT[rows]
-        parts = [self._at(part_NT, draft_ids_W) for part_NT in hidden_NT.split(CHUNK if in_cache(hidden_NT) else CHUNK_ELSEWHERE)]
+        chunk = CHUNK if in_cache(hidden_NT) else CHUNK_ELSEWHERE
+        parts = [_said(self.head(part_NT), draft_ids_W) for part_NT in hidden_NT.split(chunk)]
         text_N = None if self.text_R is None else draft_index(self.text_R[rows], draft_ids_W)
         top_N, mass_N, p_NW = map(torch.cat, zip(*parts, strict=True))
         return Taught(top_N, mass_N, p_NW, text_N)
 
-    def _at(self, hidden_NT: Tensor, draft_ids_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits_NV = self.head(hidden_NT)
-        top_N, whole = logits_NV.argmax(-1), len(draft_ids_W) == logits_NV.shape[-1]
-        if whole:
-            return top_N, torch.ones_like(logits_NV[:, 0]), logits_NV.softmax(-1)
-        logits_NW = logits_NV.index_select(1, draft_ids_W)
-        normaliser_N = logits_NW.logsumexp(-1)
-        mass_N = (normaliser_N - logits_NV.logsumexp(-1)).exp()
-        return draft_index(top_N, draft_ids_W), mass_N, logits_NW.sub_(normaliser_N[:, None]).exp_()
+
+def _said(logits_NV: Tensor, draft_ids_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`top_R`, `mass_R` and `p_RW` of `Taught`."""
+    top_N = _argmax(logits_NV)
+    if len(draft_ids_W) == logits_NV.shape[-1]:
+        return top_N, torch.ones_like(logits_NV[:, 0]), logits_NV.softmax(-1)
+    logits_NW = logits_NV.index_select(1, draft_ids_W)
+    normaliser_N = logits_NW.logsumexp(-1)
+    whole_N = torch.cat([logits_NV[part].logsumexp(-1) for part in in_pieces(logits_NV)])
+    mass_N = (normaliser_N - whole_N).exp()
+    return draft_index(top_N, draft_ids_W), mass_N, logits_NW.sub_(normaliser_N[:, None]).exp_()
+
+
+def _argmax(x_NV: Tensor) -> Tensor:
+    """`x.argmax(-1)`, the first of equals; a CPU's own looks at one number at a time, its maximum at many."""
+    if not in_cache(x_NV) or x_NV.shape[1] < 2 * BLOCK:
+        return x_NV.argmax(-1)
+    last = x_NV.shape[1] - BLOCK
+    peaks_Nb = torch.cat([x_NV.unfold(1, BLOCK, BLOCK).amax(-1), x_NV[:, last:].amax(-1, keepdim=True)], dim=1)
+    start_N1 = (peaks_Nb.argmax(-1, keepdim=True) * BLOCK).clamp(max=last)
+    return start_N1[:, 0] + x_NV.gather(1, start_N1 + torch.arange(BLOCK)).argmax(-1)
 
 
 @dataclass(frozen=True)
@@ -126,3 +143,10 @@ def is_fake(tensor: Tensor) -> bool:
 def in_cache(tensor: Tensor) -> bool:
     """Whether pieces should fit a CPU's cache; a GPU wants few launches."""
     return tensor.device.type == "cpu" and not is_fake(tensor)
+
+
+def in_pieces(x_NW: Tensor) -> list[slice]:
+    """Rows of x, as many at a time as a CPU's cache holds; elsewhere all of them."""
+    number, width = x_NW.shape
+    size = max(1, CACHED // width if in_cache(x_NW) else number)
+    return [slice(at, at + size) for at in range(0, max(1, number), size)]
