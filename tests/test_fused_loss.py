@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from foredraft import ForedraftError
 from foredraft.contracts.algorithm import Step, pairs_by_teacher
 from foredraft.contracts.objective import RowObjective, Spelt
-from foredraft.loss import Labels, Taught, Teacher, chunked, chunks, objective, reference, rows
+from foredraft.loss import Labels, Taught, Teacher, chunked, chunks, objective, reference, rows, teachers
 from foredraft.loss.readable import METRICS
 from foredraft.loss.rows import Against, Found
 from foredraft.registry import default_registry
@@ -357,8 +357,10 @@ def test_labels_as_the_teacher() -> None:
 @pytest.mark.parametrize("width", [1, 4097, 200_003])
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_vocabulary(width: int, hard: bool, dtype: torch.dtype, device: str) -> None:
+def test_any_vocabulary(width: int, hard: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows alone, against autograd in float64: a mix of all that an objective may read, at widths on both sides of a block."""
+    if width == 4097:
+        monkeypatch.setattr(teachers, "CACHED", width // 8)  # two rows at a time, looked at one by one
     torch.manual_seed(0)
     top_R = torch.tensor([width // 2, -1])
     p_RW = None if hard else (torch.randn(2, width) * 2).softmax(-1)
@@ -378,6 +380,15 @@ def test_any_vocabulary(width: int, hard: bool, dtype: torch.dtype, device: str)
     accepted_N = torch.minimum(spelt_NW * mass_N[:, None], log_q_NW.exp()).sum(-1)
     assert_close(found.accepted_N.double(), accepted_N, rtol=1e-4, atol=1e-6)
     assert_close(logits_NW.cpu().double(), gradient_NW, rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [5, 255, 256, 1000, 1024])
+def test_the_teachers_top_token(width: int) -> None:
+    """It is looked for in blocks: the first of equals, wherever the blocks meet, and what is not a number, as torch has it."""
+    logits_NV = torch.randint(4, (64, width), generator=torch.Generator().manual_seed(width)).float()
+    logits_NV[0, :], logits_NV[1, -1], logits_NV[2, width // 2], logits_NV[3, :] = 7, 9, float("nan"), -float("inf")
+    top_N, _, _ = teachers._said(logits_NV, torch.arange(width))
+    assert top_N.equal(logits_NV.argmax(-1))
 
 
 @pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")

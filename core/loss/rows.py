@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ class Against:
     weight_N: Tensor
     """What its loss weighs, float32."""
     objective: ObjectiveBase
+
+    def __getitem__(self, part: slice) -> "Against":
+        return Against(self.taught, self.rows_N[part], self.weight_N[part], self.objective)
 
     @cached_property
     def top_N(self) -> Tensor:
@@ -104,12 +107,17 @@ def of_token(x_NW: Tensor, ids_N: Tensor) -> Tensor:
 @torch.no_grad()
 def differentiate(logits_NW: Tensor, against: Against, wanted: bool) -> Found:
     """Loss and metrics of each row; if `wanted`, the logits give way to the gradient of `Σ weight · loss` by them."""
+    # Objectives of any kind make several tensors as wide as the logits.
+    run, pieces = (_by_rows, 16) if RowObjective.by_rows(against.objective) else (_any, 1)
+    found = []
     with torch.autocast(logits_NW.device.type, enabled=False):  # a product in bfloat16 would round the loss
-        x_NW = logits_NW.to(torch.promote_types(logits_NW.dtype, torch.float32))
-        found = (_by_rows if RowObjective.by_rows(against.objective) else _any)(x_NW, against, wanted)
-        if wanted and x_NW is not logits_NW:
-            logits_NW.copy_(x_NW)
-    return found
+        for part in in_pieces(logits_NW, pieces):
+            own_NW = logits_NW[part]
+            x_NW = own_NW.to(torch.promote_types(own_NW.dtype, torch.float32))
+            found.append(run(x_NW, against[part], wanted))
+            if wanted and x_NW is not own_NW:
+                own_NW.copy_(x_NW)
+    return Found(*map(torch.cat, zip(*found, strict=True)))
 
 
 def _by_rows(x_NW: Tensor, against: Against, wanted: bool) -> Found:
@@ -151,7 +159,7 @@ def _by_rows(x_NW: Tensor, against: Against, wanted: bool) -> Found:
             x_NW.mul_((scale_N / z_N)[:, None]).scatter_add_(1, top_N.clamp(min=0)[:, None], pull_N[:, None])
         else:
             for part in in_pieces(x_NW):
-                rows = (None if of_N is None else of_N[part, None] for of_N in (held_N, z_N, scale_N, a_N, b_N))
+                rows: list[Any] = [None if of_N is None else of_N[part, None] for of_N in (held_N, z_N, scale_N, a_N, b_N)]
                 _to_gradient(x_NW[part], against.probabilities(part, width), *rows)
         sums.towards_text(x_NW, c_N)
     # A tie is a hit: no token is likelier to the draft than the teacher's top one.

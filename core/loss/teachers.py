@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..contracts.signal import Signal
 
 # Rows of full-vocabulary logits alive at a time.
-CHUNK = 64
+CHUNK = 128
 CHUNK_ELSEWHERE = 256
 # Numbers of a tensor looked at at a time on the CPU: what is read several times stays in its cache.
 CACHED = 2**17
@@ -99,8 +99,7 @@ def _said(logits_NV: Tensor, draft_ids_W: Tensor) -> tuple[Tensor, Tensor, Tenso
         return top_N, torch.ones_like(logits_NV[:, 0]), logits_NV.softmax(-1)
     logits_NW = logits_NV.index_select(1, draft_ids_W)
     normaliser_N = logits_NW.logsumexp(-1)
-    whole_N = torch.cat([logits_NV[part].logsumexp(-1) for part in in_pieces(logits_NV)])
-    mass_N = (normaliser_N - whole_N).exp()
+    mass_N = (normaliser_N - _logsumexp(logits_NV)).exp()
     return draft_index(top_N, draft_ids_W), mass_N, logits_NW.sub_(normaliser_N[:, None]).exp_()
 
 
@@ -112,6 +111,11 @@ def _argmax(x_NV: Tensor) -> Tensor:
     peaks_Nb = torch.cat([x_NV.unfold(1, BLOCK, BLOCK).amax(-1), x_NV[:, last:].amax(-1, keepdim=True)], dim=1)
     start_N1 = (peaks_Nb.argmax(-1, keepdim=True) * BLOCK).clamp(max=last)
     return start_N1[:, 0] + x_NV.gather(1, start_N1 + torch.arange(BLOCK)).argmax(-1)
+
+
+def _logsumexp(x_NV: Tensor) -> Tensor:
+    """`x.logsumexp(-1)`, whose exponentials need not all be in memory."""
+    return torch.cat([x_NV[part].logsumexp(-1) for part in in_pieces(x_NV)]) if in_cache(x_NV) else x_NV.logsumexp(-1)
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,8 @@ def in_cache(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
-def in_pieces(x_NW: Tensor) -> list[slice]:
-    """Rows of x, as many at a time as a CPU's cache holds; elsewhere all of them."""
+def in_pieces(x_NW: Tensor, pieces: int = 1) -> list[slice]:
+    """Rows of x, as many at a time as a CPU's cache holds `pieces` times; elsewhere all of them."""
     number, width = x_NW.shape
-    size = max(1, CACHED // width if in_cache(x_NW) else number)
+    size = max(1, pieces * CACHED // width if in_cache(x_NW) else number)
     return [slice(at, at + size) for at in range(0, max(1, number), size)]
