@@ -38,10 +38,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from foredraft import ForedraftError, TreeShape, evaluate, generate
 from foredraft.decoding import DraftingStats, load_prompts
+from foredraft.decoding.checks import check_target
 from foredraft.decoding.evaluate import Evaluation
 from foredraft.decoding.families import SMALL
 from foredraft.decoding.report import demand_identical, plot_acceptance, table
-from foredraft.decoding.verification import check_target
 from foredraft.testing.tiny import tiny_model
 
 VOCAB = 30

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from foredraft import ForedraftError, TreeShape, generate
 from foredraft.decoding import AutoregressiveDrafter, DraftingStats, choose_in_turn
-from foredraft.decoding.ahead import AskedFirst, Recent
+from foredraft.decoding.drafters import AskedFirst, Recent
 from foredraft.decoding.loop import Chooser, DecodingLoop
 from foredraft.decoding.tree import DraftTree
 

@@ -15,7 +15,7 @@ from foredraft import ForedraftError, evaluate, generate
 from foredraft.cli import app
 from foredraft.decoding import DraftingStats
 from foredraft.decoding.report import demand_identical, table
-from foredraft.decoding.verification import Lossy, choose_token
+from foredraft.decoding.tree import Lossy, choose_token
 
 P, Q = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.tensor([0.1, 0.6, 0.1, 0.2])
 

@@ -29,10 +29,10 @@ from typer.testing import CliRunner
 
 from foredraft import ForedraftError, TreeShape, generate
 from foredraft.decoding import AutoregressiveDrafter, DraftingStats
+from foredraft.decoding.checks import check_target
 from foredraft.decoding.loop import Chooser, DecodingLoop
 from foredraft.decoding.states import keep_rows
 from foredraft.decoding.tree import DraftTree
-from foredraft.decoding.verification import check_target
 from foredraft.target.capture import AuxCapture
 
 PROMPT = torch.tensor([[3, 4, 5]])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..contracts.algorithm import DrafterBase
     from ..decoding import TreeShape
     from ..decoding.evaluate import Evaluation, Prompt
-    from ..decoding.verification import Lossy
+    from ..decoding.tree import Lossy
 
 DraftOption = Annotated[str | None, typer.Option("--draft", help="directory or hub id of the draft")]
 AlgorithmOption = Annotated[
@@ -220,7 +220,7 @@ def _measured(model: Any, drafter: Any, reader: Any, questions: "Mapping[str, li
 
 
 def _rule(lossy: str | None, problems: list[str]) -> "Lossy | None":
-    from ..decoding.verification import Lossy
+    from ..decoding.tree import Lossy
 
     with gathering(problems):
         return Lossy.parse(lossy) if lossy else None

@@ -18,8 +18,7 @@ from ..draft.model import BaseDraft
 from ..target.capture import AuxCapture
 from .loop import Chooser
 from .states import CACHES, TextCache
-from .tree import TreeShape
-from .verification import grouped_attention
+from .tree import TreeShape, grouped_attention
 
 
 @dataclass(frozen=True)

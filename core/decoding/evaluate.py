@@ -19,8 +19,7 @@ from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from .generate import algorithm_and_draft, generate, without_model
 from .loop import DraftingStats
-from .tree import TreeShape
-from .verification import Lossy
+from .tree import Lossy, TreeShape
 
 Prompt = list[dict[str, Any]]
 

@@ -15,8 +15,7 @@ from ..registry import default_registry
 from ..target.pairing import check_pair
 from ..target.weights import known_ids
 from .loop import DecodingLoop, DraftingStats
-from .tree import TreeShape
-from .verification import Lossy
+from .tree import Lossy, TreeShape
 
 
 def generate(

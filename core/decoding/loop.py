@@ -17,10 +17,10 @@ from ..contracts.algorithm import DrafterBase
 from ..draft.model import BaseDraft
 from ..errors import ForedraftError
 from ..target.capture import AuxCapture
-from .ahead import AskedFirst, Recent
+from .checks import check_target
+from .drafters import AskedFirst, Recent
 from .states import MOST_REPLAYED, TextCache
-from .tree import DraftTree, TreeDrafter, TreeShape
-from .verification import Lossy, check_target, choose_token, grouped_attention
+from .tree import DraftTree, Lossy, TreeDrafter, TreeShape, choose_token, grouped_attention
 
 
 class DecodingLoop:
