@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from foredraft import auto_draft
 from foredraft.draft import wiring
-from foredraft.draft.attention import Lookup, lookup
+from foredraft.draft.attention import Lookup, geometry
 from foredraft.loss import chunks
 from foredraft.training.cost import Cost, Shape, count_step
 
@@ -32,7 +32,7 @@ def everything_kept() -> Iterator[None]:
 def a_cast_per_product() -> Iterator[None]:
     """Autocast casts what a product reads for each product anew."""
     with ExitStack() as patches:
-        for module in (wiring, lookup):
+        for module in (wiring, geometry):
             patches.enter_context(patch.object(module, "autocasted", lambda x: x))
         yield
 

@@ -17,7 +17,7 @@ from foredraft.draft import Alone, plan_unrolled
 from foredraft.draft.attention import Causal, Unrolled, UnrolledCache
 from foredraft.draft.layer import take_over
 from foredraft.draft.start import layer_weights
-from foredraft.loss import Loss, Teacher, chunked, objective
+from foredraft.loss import Loss, Minimising, Teacher, chunked
 from foredraft.target.capture import decoder_layers, decoder_of
 from foredraft.target.loading import load_config, load_target, load_tokenizer
 from foredraft.target.weights import matrix_of
@@ -35,7 +35,7 @@ class DraftModelOptions(Frozen):
     loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
 
 
-class OrdinaryModel(AlgorithmBase[DraftModelOptions]):
+class OrdinaryModel(AlgorithmBase[DraftModelOptions], Minimising):
     """Slot t reads x_0 .. x_t and nothing of the target, and predicts x_{t+1}; it is taught the target's word there.
 
     Its embedding and head are put in the order of the target's vocabulary once, when it is started: so it reads and names the target's ids.
@@ -118,7 +118,7 @@ class OrdinaryModel(AlgorithmBase[DraftModelOptions]):
         states = [state_BQD.flatten(0, 1)[query] for query in batch["queries"]]
         teacher = Teacher.of(signal, batch["teacher_rows"], batch["input_ids"])
         weights = [1 / count.clamp(min=1) for count in batch["counts"]]
-        return chunked(draft, states, teacher, batch["teachers"], weights, objective(self.options.loss), batch["pairs"])
+        return chunked(draft, states, teacher, batch["teachers"], weights, self.objective, batch["pairs"])
 
     def drafter(self, draft: Any) -> AutoregressiveDrafter:
         """Drafts chains and trees, a depth per forward."""

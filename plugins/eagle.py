@@ -19,7 +19,7 @@ from foredraft.contracts.draft import Batch
 from foredraft.contracts.options import Frozen
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft import Summed, plan_unrolled, unrolled
-from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
+from foredraft.loss import Loss, Minimising, Teacher, chunked, step_weights
 
 
 class EagleOptions(Frozen):
@@ -32,7 +32,7 @@ class EagleOptions(Frozen):
     loss: Loss = Field({"ce": 0.1}, description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
 
 
-class Eagle(AlgorithmBase[EagleOptions]):
+class Eagle(AlgorithmBase[EagleOptions], Minimising):
     """Slot t holds the target's final state after x_t and the embedding of x_{t+1}; it predicts the state after x_{t+1}, and so x_{t+2}.
 
     In the form that engines run: its first layer norms nothing before its attention, and no norm follows the last. Steps after the
@@ -67,7 +67,7 @@ class Eagle(AlgorithmBase[EagleOptions]):
         weights = [share / count.clamp(min=1) for share, count in zip(step_weights(len(states), 1.0), batch["counts"], strict=True)]
         step = chunked(
             draft, states, Teacher.of(signal, batch["teacher_rows"], batch["input_ids"]), batch["teachers"], weights,
-            objective(self.options.loss), batch["pairs"],
+            self.objective, batch["pairs"],
         )  # fmt: skip
         away = [
             weight * F.smooth_l1_loss(state_ND.float(), taught_RT[rows].float(), reduction="none").mean(-1).sum()

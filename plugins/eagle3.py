@@ -14,7 +14,7 @@ from foredraft.contracts.options import Frozen
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft import Fused, plan_unrolled, unrolled
 from foredraft.draft.config import eagle_fields
-from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
+from foredraft.loss import Loss, Minimising, Teacher, chunked, step_weights
 
 
 class Eagle3Options(Frozen):
@@ -31,7 +31,7 @@ class Eagle3Options(Frozen):
     loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
 
 
-class Eagle3(AlgorithmBase[Eagle3Options]):
+class Eagle3(AlgorithmBase[Eagle3Options], Minimising):
     """Slot t holds the target's features after x_t and the embedding of x_{t+1}; it predicts x_{t+2}.
 
     At step k the same slot reads x_{t+1+k} and its own output of step k-1, and predicts x_{t+2+k}.
@@ -74,7 +74,7 @@ class Eagle3(AlgorithmBase[Eagle3Options]):
             Teacher.of(signal, batch["teacher_rows"], batch["input_ids"]),
             batch["teachers"],
             [share / count.clamp(min=1) for share, count in zip(shares, batch["counts"], strict=True)],
-            objective(self.options.loss),
+            self.objective,
             batch["pairs"],
         )
 

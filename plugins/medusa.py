@@ -16,7 +16,7 @@ from foredraft.contracts.options import Frozen
 from foredraft.data import reachable
 from foredraft.decoding import choose_in_turn
 from foredraft.draft import Bare, Fused
-from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
+from foredraft.loss import Loss, Minimising, Teacher, chunked, step_weights
 
 
 class ResidualHead(nn.Module):
@@ -55,7 +55,7 @@ class MedusaOptions(Frozen):
     loss: Loss = Field("ce", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
 
 
-class Medusa(AlgorithmBase[MedusaOptions]):
+class Medusa(AlgorithmBase[MedusaOptions], Minimising):
     """Head k at slot t reads the target's features after x_t and predicts x_{t+2+k}; no head sees what another one drafted.
 
     Where the paper's heads read the target's last hidden state and own a vocabulary head each, these read fused aux states and share one;
@@ -114,7 +114,7 @@ class Medusa(AlgorithmBase[MedusaOptions]):
             Teacher.of(signal, batch["teacher_rows"], batch["input_ids"]),
             batch["teachers"],
             [share / count.clamp(min=1) for share, count in zip(shares, batch["counts"], strict=True)],
-            objective(self.options.loss),
+            self.objective,
             batch["pairs"],
         )
 

@@ -16,7 +16,7 @@ from foredraft.contracts.options import Frozen
 from foredraft.data import reachable
 from foredraft.decoding import Turn, choose_in_turn
 from foredraft.draft import Bare
-from foredraft.loss import Labels, Loss, Teacher, chunked, objective
+from foredraft.loss import Labels, Loss, Minimising, Teacher, chunked
 
 
 class Norm(nn.Module):
@@ -39,7 +39,7 @@ class MLPSpeculatorOptions(Frozen):
     loss: Loss = Field("text", description="objective by name, or {name: weight} of several (see `foredraft plugins`)")
 
 
-class MLPSpeculator(AlgorithmBase[MLPSpeculatorOptions]):
+class MLPSpeculator(AlgorithmBase[MLPSpeculatorOptions], Minimising):
     """Stage k at slot t has read the target's final state after x_t and x_{t+1} .. x_{t+1+k}, and predicts x_{t+2+k}.
 
     s ← GELU(norm(W_k s + w · e)), e the token's embedding. Of the authors' two forms the tied one: all stages have one table of
@@ -54,7 +54,7 @@ class MLPSpeculator(AlgorithmBase[MLPSpeculatorOptions]):
     @property
     def needs(self) -> tuple[Literal["aux", "final"], ...]:  # type: ignore[override]
         """The teacher only where the objective asks for it."""
-        return ("aux", "final") if objective(self.options.loss).needs_teacher else ("aux",)
+        return ("aux", "final") if self.objective.needs_teacher else ("aux",)
 
     @property
     def spec(self) -> DraftSpec:
@@ -98,14 +98,14 @@ class MLPSpeculator(AlgorithmBase[MLPSpeculatorOptions]):
         masks = [reachable(batch["spans"], batch["documents"], k) for k in range(self.options.num_stages)]
         slots = [mask_BS.flatten().nonzero()[:, 0] for mask_BS in masks]
         labels = [s + 2 + k for k, s in enumerate(slots)]
-        if objective(self.options.loss).needs_teacher:
+        if self.objective.needs_teacher:
             return Plan.taught(slots, [label - 1 for label in labels], labels=labels)
         nobody = torch.empty(0, dtype=torch.long)
         return Plan(torch.tensor([len(s) for s in slots]), nobody, {"queries": slots, "labels": labels})
 
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
         """Σ_k L_k, L_k the mean objective of stage k."""
-        minimised, ids_BS = objective(self.options.loss), batch["input_ids"]
+        minimised, ids_BS = self.objective, batch["input_ids"]
         weights, states = [1 / count.clamp(min=1) for count in batch["counts"]], self.states(draft, batch, signal.aux_BSA)
         if not minimised.needs_teacher:
             return chunked(draft, states, Labels(ids_BS.flatten()), batch["labels"], weights, minimised)

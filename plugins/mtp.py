@@ -21,7 +21,7 @@ from foredraft.contracts.finding import error
 from foredraft.contracts.options import Frozen
 from foredraft.decoding import AutoregressiveDrafter
 from foredraft.draft import Summed, plan_unrolled, unrolled
-from foredraft.loss import Loss, Teacher, chunked, objective, step_weights
+from foredraft.loss import Loss, Minimising, Teacher, chunked, step_weights
 
 OURS = ("fc.", "embedding_norm.", "state_norm.", "norm.", "layers.0.")
 """How the names of our tensors begin, in the order in which `Head` has theirs."""
@@ -89,7 +89,7 @@ class MTPOptions(Frozen):
     layers_of: str | None = Field(None, description="its layer is that of this model_type; default: the target's, if it ships a head")
 
 
-class MTP(AlgorithmBase[MTPOptions]):
+class MTP(AlgorithmBase[MTPOptions], Minimising):
     """Slot t holds the target's final state after x_t and the embedding of x_{t+1}, and predicts x_{t+2}; its own state goes on from there.
 
     Each step sees the keys of the first one at the slots before its own, as when it is served. (FastMTP's trainers have every step look
@@ -168,7 +168,7 @@ class MTP(AlgorithmBase[MTPOptions]):
         shares = step_weights(len(states), self.options.step_decay)
         weights = [share / count.clamp(min=1) for share, count in zip(shares, batch["counts"], strict=True)]
         teacher = Teacher.of(signal, batch["teacher_rows"], batch["input_ids"])
-        return chunked(draft, states, teacher, batch["teachers"], weights, objective(self.options.loss), batch["pairs"])
+        return chunked(draft, states, teacher, batch["teachers"], weights, self.objective, batch["pairs"])
 
     def drafter(self, draft: Any) -> AutoregressiveDrafter:
         """Drafts chains and trees, a depth per forward."""

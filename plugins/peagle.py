@@ -22,7 +22,7 @@ from foredraft.draft import Fused
 from foredraft.draft.attention import Causal, DecodingCache, Lookup, Ranged, ranges
 from foredraft.draft.attention.patterns import Ranges
 from foredraft.draft.config import eagle_fields
-from foredraft.loss import Loss, Teacher, chunked, objective
+from foredraft.loss import Loss, Minimising, Teacher, chunked
 
 
 class PEagleOptions(Frozen):
@@ -39,7 +39,7 @@ class PEagleOptions(Frozen):
     mask_token_id: int | None = Field(None, ge=0, description="stands for tokens not known yet; default: one that the data never uses")
 
 
-class PEagle(AlgorithmBase[PEagleOptions]):
+class PEagle(AlgorithmBase[PEagleOptions], Minimising):
     """Element (anchor a, depth d) predicts x_{a+2+d} from the text up to x_{a+1}; at depth 0 it is EAGLE-3's slot a.
 
     Deeper ones sit at position a + d and read the mask token and `mask_hidden`: neither x_{a+1+d} nor the target's features of
@@ -145,7 +145,7 @@ class PEagle(AlgorithmBase[PEagleOptions]):
             Teacher.of(signal, batch["teacher_rows"], batch["input_ids"]),
             batch["teachers"],
             [share] * len(batch["queries"]),
-            objective(self.options.loss),
+            self.objective,
             batch["pairs"],
         )
 

@@ -32,8 +32,9 @@ from foredraft.cli.describe import describe
 from foredraft.decoding.compatibility import Verdict, _objection, as_markdown, examine, language_models, objection, try_out, verdict
 from foredraft.decoding.families import tiny_model
 from foredraft.draft.grouped_query import NAMES
-from foredraft.target.capture import depth_of, norm_scale
+from foredraft.target.capture import depth_of
 from foredraft.target.pairing import describe_target
+from foredraft.target.weights import norm_scale
 
 TABLE = Path(__file__).parents[1] / "docs" / "targets.md"
 LISTED = [

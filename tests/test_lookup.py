@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foredraft import Target
 from foredraft.draft.attention import Lookup, take_rows
-from foredraft.draft.attention.lookup import Beside
+from foredraft.draft.attention.geometry import Beside
 from foredraft.testing.tiny import gradients, tiny_batch, tiny_rows
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from foredraft import DraftCollator, ForedraftError
+from foredraft.data.collate import Segments, inputs_segments, packed_segments, slots_segments
 from foredraft.draft.attention import Unrolled, kernel_for, kernels, unrolled_segments
 from foredraft.draft.attention import unrolled as merging
-from foredraft.draft.attention.segments import Segments, inputs_segments, packed_segments, slots_segments
 from foredraft.draft.attention.unrolled import varlen, varlen_backward
 
 SCALE = 0.3

@@ -88,6 +88,17 @@ class RowObjective(ObjectiveBase):
         return self.of(Spelt(log_q_NW, p_NW, mass_N)).loss_N
 
 
+class CrossEntropy(RowObjective):
+    """-Σ p log q. KL divergence is this less the teacher's entropy, a constant: its gradient is the same."""
+
+    name = "ce"
+    summary = "cross-entropy against the teacher"
+
+    def of(self, sums: Sums) -> Cost:
+        """See `RowObjective`."""
+        return Cost(sums.cross_entropy_N, sums.cross_entropy_N.new_ones(sums.cross_entropy_N.shape))
+
+
 @dataclass(frozen=True)
 class Spelt:
     """`Sums` as they are defined, for autograd to differentiate."""

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import ForedraftError
-from ..target.weights import home_of
+from ..target.capture import home_of
 
 CACHES = ("past_key_values", "cache_params", "state")
 """What families call their cache, among a model's arguments and outputs."""

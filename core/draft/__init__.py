@@ -1,11 +1,12 @@
 """The draft model: what all families share, the Llama-shaped draft that most adapters offer, and wirings to choose from."""
 
+from ..data.collate import plan_unrolled
+from .attention.unrolled import unrolled
 from .blocks import BlockAlgorithm, BlockOptions
 from .grouped_query import GroupedQueryDraft
 from .layer import DraftLayer
 from .model import BaseDraft
 from .ordinary import Alone, Bare, Summed
-from .unrolled import plan_unrolled, unrolled
 from .wiring import Fused, Prefix
 
 __all__ = [

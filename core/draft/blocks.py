@@ -11,12 +11,11 @@ from typing_extensions import TypeVar
 
 from ..contracts.algorithm import AlgorithmBase, Plan, Step
 from ..contracts.draft import Batch, DraftModel, Layout
-from ..contracts.objective import ObjectiveBase
 from ..contracts.options import Frozen
 from ..contracts.signal import Signal
 from ..contracts.spec import DraftSpec
 from ..errors import ForedraftError
-from ..loss import Labels, Loss, Teacher, chunked, objective
+from ..loss import Labels, Loss, Minimising, Teacher, chunked
 from .attention import Ranged, ranges
 from .attention.patterns import Ranges
 from .wiring import Prefix
@@ -39,7 +38,7 @@ class BlockOptions(Frozen):
 OptionsT = TypeVar("OptionsT", bound=BlockOptions, default=BlockOptions)
 
 
-class BlockAlgorithm(AlgorithmBase[OptionsT]):
+class BlockAlgorithm(AlgorithmBase[OptionsT], Minimising):
     """The block of anchor a: slot 0 reads x_a, slots j ≥ 1 read the mask token; slot j sits at position a + j and predicts x_{a+j+shift}.
 
     The target's features are keys and values of every layer, never queries. Training draws random anchors in assistant spans. A
@@ -62,11 +61,6 @@ class BlockAlgorithm(AlgorithmBase[OptionsT]):
     def max_tokens(self) -> int:
         """One per slot that drafts."""
         return self.options.block_size - 1 + self.shift
-
-    @property
-    def objective(self) -> ObjectiveBase:
-        """What is minimised."""
-        return objective(self.options.loss)
 
     @property
     def needs(self) -> tuple[Literal["aux", "final"], ...]:  # type: ignore[override]

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ..contracts.config import DraftConfigMixin
 from ..contracts.spec import DraftSpec
+from .attention.geometry import DraftRotaryEmbedding
 from .model import BaseDraft
 
 # Taken over from the target where it has them; all else of the draft's config follows from the algorithm.
@@ -43,32 +42,6 @@ class GroupedQueryConfig(DraftConfigMixin, LlamaConfig):
         if self.foredraft and self.spec.qk_norm:
             fields["model_type"] = "qwen3"
         return fields
-
-
-class DraftRotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's; where the config has an `mrope_section` and tokens are placed in several components, each frequency turns by its own.
-
-    transformers computes the frequencies of a loaded model anew in modules whose class is named so.
-    """
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, Q, d] at positions [B, Q], or [C, B, Q] in components."""
-        if position_ids.ndim == 2:
-            return super().forward(x, position_ids)
-        each = [super(DraftRotaryEmbedding, self).forward(x, positions_BQ) for positions_BQ in position_ids]
-        cos, sin = (torch.stack(parts) for parts in zip(*each, strict=True))
-        component_d = self._components(cos.shape[-1] // 2).repeat(2)[: cos.shape[-1]]
-        at = component_d.to(cos.device).expand(1, *cos.shape[1:])
-        return cos.gather(0, at)[0], sin.gather(0, at)[0]
-
-    def _components(self, count: int) -> Tensor:
-        """Of each of `count` frequencies: those of a section side by side (Qwen2-VL), or in turn as far as they go (Qwen3-VL)."""
-        rope: Any = self.config.rope_parameters
-        section = torch.tensor(rope["mrope_section"])
-        if not rope.get("mrope_interleaved"):
-            return torch.arange(len(section)).repeat_interleave(section)
-        channel, turn = torch.arange(count), torch.arange(count) % 3
-        return torch.where(channel < 3 * section[turn], turn, 0)
 
 
 class GroupedQueryDraft(BaseDraft):

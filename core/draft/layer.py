@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ..contracts.draft import DraftModel, KeyValueCache, Pattern
-from .attention.geometry import Rotary
-from .attention.lookup import Regions, normed, region
+from .attention.geometry import Regions, Rotary, normed, region
 from .attention.unrolled import varlen
 
 

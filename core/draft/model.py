@@ -1,46 +1,34 @@
 """`BaseDraft`: a draft model of any family; an adapter adds its norm, MLP, rotary embedding and attention geometry."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from ..contracts.algorithm import AlgorithmBase
 from ..contracts.aux_layers import default_aux_layers
-from ..contracts.draft import Batch, DraftModel, HeadParts, KeyValueCache, Layout
+from ..contracts.draft import Batch, HeadParts, KeyValueCache, Layout
 from ..contracts.signal import Signal
-from ..contracts.spec import DraftSpec
 from ..errors import ForedraftError
 from ..files.spellings import TARGET_HEAD
 from ..registry import default_registry
 from ..target.capture import depth_of
 from ..target.places import places_at
-from ..target.target import Target
-from ..target.weights import matrix_of
-from .attention import GroupedQueryAttention
+from .attention.geometry import Regions
 from .attention.kernels import WORDS, kernel_for
-from .attention.lookup import Regions
-from .config import config_for
-from .family import Family, OwnLayer
-from .layer import DraftLayer
-from .published import NoAssistant, Published
-from .start import layer_weights, retarget, start
-from .vocabulary import DraftVocabulary
+from .family import Family
+from .parts import DraftParts
+from .published import NoAssistant
 
 
-class BaseDraft(DraftVocabulary, Published, DraftModel):
+class BaseDraft(DraftParts):
     """One family's draft. An adapter sets the class attributes and, where its attention differs, overrides `make_attention`.
 
     It is a `PreTrainedModel`: `save_pretrained`, Trainer, DDP and FSDP work as ever; `forward` runs the training loss of its algorithm.
     """
-
-    norm_class: ClassVar[type[nn.Module]]
-    mlp_class: ClassVar[type[nn.Module]]
-    rotary_class: ClassVar[type[nn.Module]]
-    layer_class: ClassVar[type[DraftLayer]] = DraftLayer
 
     base_model_prefix = ""
     main_input_name = "input_ids"
@@ -54,10 +42,10 @@ class BaseDraft(DraftVocabulary, Published, DraftModel):
         self.algorithm = algorithm or default_registry().make_algorithm(made["algorithm"], made["options"])
         if self.algorithm.spec != config.spec:  # it was asked for before its target was known
             self.algorithm = type(self.algorithm)(**made["options"])
+        self.wiring = self.algorithm.wiring
         self.family = Family.of(config) if config.spec.layers_of else None
-        """What its layers are made of, where they are of the target's own kind."""
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False)  # the target's, see start_from
-        for name, module in self.algorithm.wiring.modules(self).items():
+        for name, module in self.wiring.modules(self).items():
             setattr(self, name, module)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = self.make_rotary()
@@ -68,7 +56,6 @@ class BaseDraft(DraftVocabulary, Published, DraftModel):
             self.lm_head.requires_grad_(False)
             self._keys_to_ignore_on_save = self._keys_to_ignore_on_load_missing = [*TARGET_HEAD]
         self.complete = True
-        """Whether embedding and head are there; a loaded draft that uses its target's lacks them until `take_head`."""
         self.kernel = "auto"
         """Of attention in training, by name, see `kernel_for`."""
         self.regions: Regions = None
@@ -79,6 +66,12 @@ class BaseDraft(DraftVocabulary, Published, DraftModel):
 
     # What algorithms are written against.
 
+    @property
+    def draft_ids(self) -> Tensor:
+        """[W] the target id of each draft id, ascending."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
+        return ids if (d2t := self._buffers.get("d2t")) is None else ids + d2t
+
     def embed_input_ids(self, ids_BQ: Tensor) -> Tensor:
         """Token embeddings [B, Q, D]."""
         if not self.complete:
@@ -87,11 +80,11 @@ class BaseDraft(DraftVocabulary, Published, DraftModel):
 
     def project_hidden_states(self, aux_BSA: Tensor) -> Tensor:
         """The aux states in the draft's width, [B, S, D], as its wiring has it."""
-        return self.algorithm.wiring.project(self, aux_BSA)
+        return self.wiring.project(self, aux_BSA)
 
     def backbone(self, embeds_BQD: Tensor, context_BSD: Tensor, layout: Layout, cache: KeyValueCache | None = None) -> Tensor:
         """The decoder layers, as the wiring runs them; the state to feed back, [B, Q', D]."""
-        return self.algorithm.wiring.backbone(self, embeds_BQD, context_BSD, layout, cache)
+        return self.wiring.backbone(self, embeds_BQD, context_BSD, layout, cache)
 
     def rotary(self, like: Tensor, positions_BQ: Tensor) -> Any:
         """The rotary embedding, in `like`'s dtype, of tokens by their count in the text.
@@ -109,20 +102,20 @@ class BaseDraft(DraftVocabulary, Published, DraftModel):
     def compute_logits(self, hidden_BQD: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [B, Q, W]; states may carry what the algorithm's `rider` reads, [B, Q, D + r]."""
         state_BQD, carried_BQr = hidden_BQD.tensor_split([self.config.hidden_size], dim=-1)
-        logits_BQW = self.lm_head(self.algorithm.wiring.head_input(self, state_BQD))
+        logits_BQW = self.lm_head(self.wiring.head_input(self, state_BQD))
         rider = self.algorithm.rider(self) if carried_BQr.shape[-1] else None
         return logits_BQW if rider is None else logits_BQW + rider(carried_BQr)
 
     def head_parameters(self) -> list[Tensor]:
         """The trained parameters that `compute_logits` reads."""
-        modules = [*self.algorithm.wiring.head_modules(self), self.lm_head, self.algorithm.rider(self)]
+        modules = [*self.wiring.head_modules(self), self.lm_head, self.algorithm.rider(self)]
         return [p for module in modules if module is not None for p in module.parameters() if p.requires_grad]
 
     def head_parts(self) -> HeadParts | None:
         """The wiring's `head_input`, `lm_head` and the rider, unless a subclass computes logits otherwise or one was replaced (LoRA)."""
         rider, plain = self.algorithm.rider(self), (nn.Linear, type(None))
         ours = type(self).compute_logits is BaseDraft.compute_logits and type(self.lm_head) is nn.Linear and type(rider) in plain
-        return (partial(self.algorithm.wiring.head_input, self), self.lm_head, rider) if ours else None
+        return (partial(self.wiring.head_input, self), self.lm_head, rider) if ours else None
 
     def attention_kernel(self, device: torch.device, dtype: torch.dtype) -> str:
         """By which kernel its attention is trained on `device` in `dtype`, and what that is; nothing where it has no attention of ours.
@@ -157,124 +150,6 @@ class BaseDraft(DraftVocabulary, Published, DraftModel):
         for module in self.modules():
             if hasattr(module, "regions"):
                 module.regions = regions  # type: ignore[assignment]
-
-    # What an adapter may change.
-
-    @classmethod
-    def assumed(cls, target: PretrainedConfig) -> list[str]:
-        """What `shape` had to assume of `target` (its text config), as its config does not say: a text each, for `info` and the log."""
-        return []
-
-    def make_attention(self, layer: int, input_size: int) -> nn.Module:
-        """The attention geometry of a layer."""
-        return GroupedQueryAttention(self.config, layer, input_size, self.make_norm if self.config.spec.qk_norm else None)
-
-    @classmethod
-    def architecture_for(cls, spec: DraftSpec) -> str:
-        """The name engines know a draft of this spec by."""
-        return spec.architecture or cls.architecture
-
-    def weights_of(self, layer: nn.Module) -> dict[str, Tensor]:
-        """What a target's layer gives a draft's layer to start from, by the draft's names: its parameters and saved buffers.
-
-        Norms are told by what they do: Gemma's keep their weight less one. Where the target norms what its sublayers put
-        out (Gemma 2, OLMo 2), only the norms of what they read have a counterpart.
-        """
-        weights = layer_weights(layer, scaled=self.family is None)
-        if "post_feedforward_layernorm.weight" in weights:
-            del weights["post_attention_layernorm.weight"]
-            if "pre_feedforward_layernorm.weight" in weights:
-                weights["post_attention_layernorm.weight"] = weights["pre_feedforward_layernorm.weight"]
-        return weights
-
-    def make_layer(self, layer: int, input_size: int) -> nn.Module:
-        """A decoder layer that reads inputs of `input_size` features."""
-        return self.layer_class(self, layer, input_size) if self.family is None else OwnLayer(self, layer, input_size, self.family)
-
-    def make_mlp(self, layer: int) -> nn.Module:
-        """The feed-forward module of a layer."""
-        return self.mlp_class(self.config)
-
-    def make_norm(self, size: int) -> nn.Module:
-        """A norm over `size` features."""
-        eps = self.config.rms_norm_eps
-        return self.norm_class(size, eps=eps) if self.family is None else self.family.norm(size, eps)
-
-    def make_rotary(self) -> nn.Module:
-        """The rotary embedding."""
-        return self.rotary_class(self.config) if self.family is None else self.family.rotary()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """transformers' start of a fresh module; a family's own bare parameters (experts) are known to it alone."""
-        if self.family is None:
-            super()._init_weights(module)
-        else:
-            self.family.model._init_weights(module)
-
-    # Building.
-
-    @classmethod
-    def lacking(cls) -> list[str]:
-        """See `Plugin.lacking`."""
-        checks = {
-            "norm_class: the family's norm": hasattr(cls, "norm_class") or cls.make_norm is not BaseDraft.make_norm,
-            "mlp_class: the family's feed-forward": hasattr(cls, "mlp_class") or cls.make_mlp is not BaseDraft.make_mlp,
-            "rotary_class: the family's rotary embedding": hasattr(cls, "rotary_class"),
-        }
-        return super().lacking() + [text for text, fine in checks.items() if not fine]
-
-    @classmethod
-    def make_config(
-        cls,
-        target: PretrainedConfig,
-        algorithm: AlgorithmBase,
-        aux_layers: tuple[int, ...] | None = None,
-        draft_vocab_size: int | None = None,
-    ) -> Any:
-        """The draft's config for a target's config. Raises `ForedraftError` where layers or vocabulary do not fit."""
-        return config_for(cls, target, algorithm, aux_layers, draft_vocab_size)
-
-    @torch.no_grad()
-    def start_from(self, target: Target | PreTrainedModel, rows: Iterable[dict[str, Any]] | None = None) -> str:
-        """Start near the target: its embedding (frozen), head and final norm, its last layers, and fc passing the last aux state.
-
-        The fresh draft then is the target's last layers on its last aux state; what it must learn is to look at the next
-        token. Parameters whose counterpart has another name or shape keep their random start. With packed training `rows`, a
-        reduced draft vocabulary becomes the tokens they supervise most often, and a mask token the highest id they do not
-        use; without, set both before. Says in a line what was taken over, and which share of the tokens the vocabulary covers.
-
-        Raises `ForedraftError` if the target's width is not the draft's, or if the rows use the mask token that was asked for.
-        """
-        return start(self, target if isinstance(target, Target) else Target(target, self.config.aux_layers), rows)
-
-    @torch.no_grad()
-    def retarget(
-        self, target: Target | PreTrainedModel, rows: Iterable[dict[str, Any]] | None = None, draft_vocab_size: int | None = None
-    ) -> str:
-        """Make a trained draft ready to be trained further: for other data, a fine-tuned target, another draft vocabulary; in float32.
-
-        Its layers stay. The embedding becomes the target's unless the draft has one of its own (trained, or imported). With
-        `draft_vocab_size` the vocabulary is chosen anew from packed `rows`; the head keeps its rows of the tokens it knew, others are
-        the target's. Says in a line what it did. Raises `ForedraftError` for a target of another width or depth, or where rows are needed.
-        """
-        return retarget(self, target.model if isinstance(target, Target) else target, rows, draft_vocab_size)
-
-    @torch.no_grad()
-    def take_head(self, target: Target | PreTrainedModel) -> None:
-        """Copy the target's embedding and head: their weights alone, no multiplier, soft cap or bias, which no engine applies to a draft.
-
-        Raises `ForedraftError` if its width or vocabulary is not the draft's.
-        """
-        model = target.model if isinstance(target, Target) else target
-        embedding, head = (matrix_of(m, model.dtype) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-        if embedding.shape != self.embed_tokens.weight.shape:
-            raise ForedraftError(
-                f"the target's embedding is {tuple(embedding.shape)}, the draft's {tuple(self.embed_tokens.weight.shape)}: "
-                "a draft takes over its target's embedding, so they must agree"
-            )
-        self.embed_tokens.weight.copy_(embedding)
-        self.lm_head.weight.copy_(head[self.draft_ids.to(head.device)])
-        self.complete = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BaseDraft":
         """`to(bfloat16)` and the like; the rotary frequencies stay float32, as `from_pretrained(dtype=...)` leaves them."""

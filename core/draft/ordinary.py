@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Layout
-from .attention.lookup import Beside, Lookup, normed, region, take_rows
+from .attention.geometry import Beside, Lookup, normed, region, take_rows
 from .layer import recomputed
 from .wiring import Rows, Stack, readable
 

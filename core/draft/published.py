@@ -21,6 +21,7 @@ class Published(PreTrainedModel):
     """The part of `BaseDraft` that answers transformers and the hub."""
 
     algorithm: Any
+    wiring: Any
     embed_tokens: Any
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: bool | str | None = None, **commit: Any) -> str:
@@ -45,4 +46,4 @@ class Published(PreTrainedModel):
         state = dict(state_dict if state_dict is not None else self.state_dict())
         if self.embed_tokens.weight.requires_grad:
             self.config.update({"foredraft": {**self.config.foredraft, "own_embedding": True}})
-        super().save_pretrained(save_directory, *args, state_dict=self.algorithm.wiring.saved(self, state), **kwargs)
+        super().save_pretrained(save_directory, *args, state_dict=self.wiring.saved(self, state), **kwargs)

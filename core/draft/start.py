@@ -13,11 +13,10 @@ from ..contracts.draft import DraftModel
 from ..errors import ForedraftError, few
 from ..files.raw import read_tensor
 from ..files.spellings import TARGET_HEAD
-from ..target.capture import norm_scale
 from ..target.pairing import describe_target, remember
 from ..target.shipped import tensor_files
 from ..target.target import Target
-from ..target.weights import FLOATS, is_plain, matrix_of, own_tensors
+from ..target.weights import FLOATS, is_plain, matrix_of, norm_scale, own_tensors
 from .config import set_mask_token
 from .family import together
 from .vocabulary import choose_mask_token, choose_vocabulary, count_all, count_tokens, coverage
@@ -42,7 +41,7 @@ def start(draft: DraftModel, target: Target, rows: Iterable[dict[str, Any]] | No
     shipped, refused = take_shipped(draft, target)
     if not shipped:
         last = target.layers[len(target.layers) - config.num_hidden_layers :]
-        shipped = draft.algorithm.wiring.start(draft, [draft.weights_of(layer) for layer in last], target.final_norm)
+        shipped = draft.wiring.start(draft, [draft.weights_of(layer) for layer in last], target.final_norm)
     taken += [*shipped, *refused]
     return f"from the target: {', '.join(taken)}{chosen}"
 

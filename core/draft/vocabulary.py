@@ -18,12 +18,6 @@ class DraftVocabulary(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
-    @property
-    def draft_ids(self) -> Tensor:
-        """[W] the target id of each draft id, ascending."""
-        ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
-        return ids + self.d2t if self.config.has_reduced_vocabulary else ids
-
     def set_draft_vocabulary(self, ids_W: Tensor) -> None:
         """Let draft id j stand for target id `ids_W[j]`. Raises `ForedraftError` unless they are W distinct, ascending target ids."""
         config: Any = self.config

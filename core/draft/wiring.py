@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Layout, Pattern
-from ..loss.chunks import autocast_dtype
-from ..target.capture import norm_scale
-from .attention.geometry import Rotary
-from .attention.lookup import Beside, Lookup, autocasted, normed, region, take_rows
+from ..target.capture import autocast_dtype
+from ..target.weights import norm_scale
+from .attention.geometry import Beside, Lookup, Rotary, autocasted, normed, region, take_rows
 from .layer import as_it_is, recomputed, take_over
 
 Rows = Tensor | int | None

@@ -1,7 +1,8 @@
 """The loss of all drafting steps: teachers, objectives, and one call, in chunks (training uses it) and readable."""
 
-from .chunks import chunked, rows_at_once
-from .objectives import CrossEntropy, Loss, estimated_tau, objective, step_weights
+from ..contracts.objective import CrossEntropy
+from .chunks import chunked, rows_at_once, step_weights
+from .objectives import Loss, Minimising, estimated_tau, objective
 from .readable import reference
 from .teachers import Labels, Supervisor, Taught, Teacher
 
@@ -9,6 +10,7 @@ __all__ = [
     "CrossEntropy",
     "Labels",
     "Loss",
+    "Minimising",
     "Supervisor",
     "Taught",
     "Teacher",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..contracts.algorithm import UNIT, Pairs, Step, pairs_by_teacher
 from ..contracts.draft import DraftModel
-from ..contracts.objective import ObjectiveBase, RowObjective
-from .objectives import CrossEntropy
+from ..contracts.objective import CrossEntropy, ObjectiveBase, RowObjective
+from ..target.capture import autocast_dtype
 from .readable import METRICS
 from .rows import Against, Found, differentiate
 from .teachers import Supervisor, in_cache, is_fake
@@ -75,6 +75,12 @@ def chunked(
     counts = [torch.full_like(loss, len(row), requires_grad=False) for row in rows]
     sums = torch.stack([part_3N.sum(1) for part_3N in parts], dim=1)
     return Step(loss, dict(zip(METRICS, (torch.stack(counts), *sums), strict=True)), [part_3N[1] for part_3N in parts])
+
+
+def step_weights(steps: int, decay: float) -> list[float]:
+    """decay^k / Σ decay^j: what each drafting step weighs (EAGLE-3's 0.8)."""
+    total = sum(decay**k for k in range(steps))
+    return [decay**k / total for k in range(steps)]
 
 
 @dataclass(frozen=True)
@@ -237,13 +243,6 @@ class MatrixHead:
         for (_, total), d in zip(self._others, found, strict=True):
             total += d
         return d_states_ND
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """In what autocast runs products of x's device; None: there is none."""
-    device = x.device.type
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if casts else None
 
 
 def add_product(total_WD: Tensor, left_WN: Tensor, right_ND: Tensor) -> None:

@@ -1,7 +1,8 @@
-"""Objectives by name, alone or as a weighted sum, cross-entropy by default; what steps weigh, and what their acceptance promises."""
+"""Objectives by name, alone or as a weighted sum; and what the acceptance of steps promises."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -11,17 +12,6 @@ from torch import Tensor
 from ..contracts.objective import Cost, ObjectiveBase, RowObjective, Sums
 from ..errors import ForedraftError
 from ..registry import default_registry
-
-
-class CrossEntropy(RowObjective):
-    """-Σ p log q. KL divergence is this less the teacher's entropy, a constant: its gradient is the same."""
-
-    name = "ce"
-    summary = "cross-entropy against the teacher"
-
-    def of(self, sums: Sums) -> Cost:
-        """See `RowObjective`."""
-        return Cost(sums.cross_entropy_N, torch.ones_like(sums.cross_entropy_N))
 
 
 class Weighted(ObjectiveBase):
@@ -85,10 +75,15 @@ Loss = Annotated[str | dict[str, float], AfterValidator(_known)]
 """The option of an algorithm that lets its users choose: the name of an objective, or {name: weight}."""
 
 
-def step_weights(steps: int, decay: float) -> list[float]:
-    """decay^k / Σ decay^j: what each drafting step weighs (EAGLE-3's 0.8)."""
-    total = sum(decay**k for k in range(steps))
-    return [decay**k / total for k in range(steps)]
+class Minimising:
+    """What algorithms share that let their users choose: `class Mine(AlgorithmBase[MyOptions], Minimising)` with an option `loss: Loss`."""
+
+    options: Any
+
+    @cached_property
+    def objective(self) -> ObjectiveBase:
+        """What is minimised; looked up once."""
+        return objective(self.options.loss)
 
 
 def estimated_tau(acceptance: Sequence[float]) -> float:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.algorithm import Pairs, Step
-from ..contracts.objective import ObjectiveBase, RowObjective, Spelt
-from .objectives import CrossEntropy
+from ..contracts.objective import CrossEntropy, ObjectiveBase, RowObjective, Spelt
 from .teachers import Supervisor
 
 METRICS = ("count", "correct", "accepted", "cross_entropy")

@@ -14,13 +14,13 @@ from ..contracts.signal import Signal
 from ..data import Reader, tokenizer_of
 from ..data.collate import ends_of, pixels_of, positions_within
 from ..errors import ForedraftError
+from .capture import is_settled, is_sharded
 from .fingerprint import Fingerprint, fingerprint_of, weights_of
 from .kept import NAMES, Part
 from .places import places_in
 from .shards import FLOAT8, Form
 from .store import Row, Store
 from .target import Target
-from .weights import is_settled, is_sharded
 
 KEPT = {"auto": None, "bfloat16": torch.bfloat16, "float8": FLOAT8}
 """What states are kept in: `auto` is what the target says them in."""

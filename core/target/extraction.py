@@ -16,10 +16,11 @@ from transformers import PretrainedConfig
 from ..contracts.aux_layers import reads_end
 from ..errors import ForedraftError
 from ..serving import Gone, Refused, Server
-from .capture import decoder_of, depth_of, norm_behind
+from .capture import decoder_of, depth_of
 from .kept import Part
 from .loading import untrained
 from .store import Row
+from .weights import norm_behind
 
 
 class Extraction:

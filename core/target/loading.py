@@ -26,10 +26,9 @@ from ..contracts.loading import PLAIN, Loading, Rendering, Repository
 from ..data import Reader, tokenizer_of, with_template
 from ..errors import ForedraftError
 from ..registry import default_registry
-from .capture import decoder_layers
+from .capture import decoder_layers, is_settled
 from .gguf import check_readable, completed, is_gguf, plain, source, with_digits
 from .segments import score_cap
-from .weights import is_settled
 
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 

@@ -1,14 +1,12 @@
-"""A target's matrices, wherever its parts are: offloaded, sharded over ranks, packed by a quantiser."""
+"""A target's matrices and norms, wherever its parts are: offloaded, sharded over ranks, packed by a quantiser."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 from ..errors import ForedraftError
 
@@ -59,30 +57,24 @@ def corner_of(module: Any, pick: Callable[[torch.Size], tuple[list[int], list[in
     return (base[:, columns] if not hasattr(module, "base_layer") else _columns(module, columns, base.dtype).T)[rows]
 
 
-def runs_on(module: nn.Module) -> torch.device:
-    """Where a module multiplies; of one that is offloaded, where its tensors are fetched to."""
-    fetched_to = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    return next(module.parameters()).device if fetched_to is None else torch.device(fetched_to)
-
-
-def home_of(model: Any) -> torch.device:
-    """Where a target reads its ids; parts of it may be elsewhere."""
-    return runs_on(model.get_input_embeddings())
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether ranks keep a part each, so that all must run it together."""
-    return any(isinstance(p, DTensor) for p in module.parameters())
-
-
-def is_settled(model: nn.Module) -> bool:
-    """Whether its parts were put where they are for a reason, so that it must not be moved: by a device map, a quantiser, over ranks."""
-    return hasattr(model, "hf_device_map") or getattr(model, "hf_quantizer", None) is not None or is_sharded(model)
-
-
 def is_plain(weight: Any) -> bool:
     """Whether a weight is kept as it is: quantisers keep integers, subclasses of Tensor, or parts under other names."""
     return type(weight) in (Tensor, nn.Parameter) and weight.dtype in FLOATS
+
+
+def norm_behind(decoder: nn.Module) -> nn.Module | None:
+    """The norm behind the last layer, by its vector of weights; some families have another one behind their embedding."""
+    return next((m for m in reversed(list(decoder.children())) if getattr(getattr(m, "weight", None), "ndim", 0) == 1), None)
+
+
+@torch.no_grad()
+def norm_scale(norm: nn.Module) -> Tensor:
+    """What a norm multiplies each normed feature by, [D]; asked of the norm itself, since Gemma's keep it less one."""
+    weight = own_tensors(norm)["weight"]
+    signs = torch.ones_like(weight)
+    signs[1::2] = -1
+    loud = 4096 * signs  # RMS and deviation are a power of two that drowns epsilon; a mean is 0, a bias drops out below
+    return (norm(loud) - norm(-loud)) / 2 * signs
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
@@ -114,20 +106,3 @@ def _rows(embedding: Any, dtype: torch.dtype) -> Tensor:
 
 def _device_of(module: nn.Module) -> torch.device | None:
     return next((t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta), None)
-
-
-def in_turn(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Each batch that is to be run through the target, and whether it is this rank's own.
-
-    That is `batch` alone, unless ranks share the target: then those of all, in their order, on the CPU. They must ask equally often.
-    """
-    sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    if sharded is None:
-        yield dict(batch), True
-        return
-    group = sharded.device_mesh.get_group()
-    own, parts = dist.get_rank(group), [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, dict(batch)), group)
-    for rank, part in enumerate(parts):
-        assert part is not None
-        yield part, rank == own

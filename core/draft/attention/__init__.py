@@ -1,12 +1,11 @@
 """Attention = geometry (how q, k, v are projected) × pattern (who sees whom)."""
 
-from .geometry import DecodingCache, GroupedQueryAttention, UnrolledCache
+from ...data.collate import unrolled_segments
+from .geometry import GroupedQueryAttention, Lookup, take_rows
 from .kernels import kernel_for
-from .lookup import Lookup, take_rows
 from .mla import MultiHeadLatentAttention
-from .patterns import Causal, Full, Masked, Ranged, ranges
-from .segments import unrolled_segments
-from .unrolled import Unrolled
+from .patterns import Causal, DecodingCache, Full, Masked, Ranged, ranges
+from .unrolled import Unrolled, UnrolledCache
 
 __all__ = [
     "Causal",

@@ -1,34 +1,31 @@
-"""Attention geometries: how queries, keys, values and the output are projected, and where keys and values are kept.
+"""Attention geometries: how queries, keys, values and the output are projected of a layer's inputs, and turned by their positions.
 
-They know nothing of algorithms.
+They know nothing of algorithms. Inputs may be put together of rows that repeat (`Lookup`): what is linear in them is worked out once per
+row, not once per use. What lies between a layer's products (norms, rotation, merges) may be compiled, each by itself (`region`).
 """
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PretrainedConfig
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from ...contracts.draft import KeyValueCache, Pattern
-from .lookup import Regions, region, take_rows
+from ...target.capture import autocast_dtype
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin, each [B, Q, d]."""
-
-
-def among_keys(rows: Tensor | int | None, keys: Sequence[Tensor], x_BSX: Tensor) -> Tensor | None:
-    """Where the inputs `rows` stand among the keys of the newest entry, which earlier calls may have begun; None: they are the last."""
-    before = keys[-1].shape[2] - x_BSX.shape[1]
-    return (rows + before if before else rows) if isinstance(rows, Tensor) else None
-
-
-def rotated(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x turned by its positions; where cos is narrower than a head, its first dimensions alone (partial rotary)."""
-    turned, rest = x_BHSd[..., : cos.shape[-1]], x_BHSd[..., cos.shape[-1] :]
-    turned = apply_rotary_pos_emb(turned, turned, cos, sin)[0]
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+T = TypeVar("T")
+Regions = Callable[[Callable[..., Any]], Callable[..., Any]] | None
+"""What compiles a function; None: nothing is compiled."""
 
 
 class GroupedQueryAttention(nn.Module):
@@ -73,39 +70,188 @@ class GroupedQueryAttention(nn.Module):
         return x_BSX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-class UnrolledCache:
-    """Keys and values of training-time test: step 0 of all slots, then one entry per step for the active slots.
+def among_keys(rows: Tensor | int | None, keys: Sequence[Tensor], x_BSX: Tensor) -> Tensor | None:
+    """Where the inputs `rows` stand among the keys of the newest entry, which earlier calls may have begun; None: they are the last."""
+    before = keys[-1].shape[2] - x_BSX.shape[1]
+    return (rows + before if before else rows) if isinstance(rows, Tensor) else None
 
-    `extend` returns the list `[K_0 [B, H, S, d], K_1 [B, H, Q, d], ..., K_k]`, which the pattern `Unrolled` reads.
+
+def rotated(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x turned by its positions; where cos is narrower than a head, its first dimensions alone (partial rotary)."""
+    turned, rest = x_BHSd[..., : cos.shape[-1]], x_BHSd[..., cos.shape[-1] :]
+    turned = apply_rotary_pos_emb(turned, turned, cos, sin)[0]
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+class DraftRotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's; where the config has an `mrope_section` and tokens are placed in several components, each frequency turns by its own.
+
+    transformers computes the frequencies of a loaded model anew in modules whose class is named so.
     """
 
-    def __init__(self) -> None:
-        self._steps: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, Q, d] at positions [B, Q], or [C, B, Q] in components."""
+        if position_ids.ndim == 2:
+            return super().forward(x, position_ids)
+        each = [super(DraftRotaryEmbedding, self).forward(x, positions_BQ) for positions_BQ in position_ids]
+        cos, sin = (torch.stack(parts) for parts in zip(*each, strict=True))
+        component_d = self._components(cos.shape[-1] // 2).repeat(2)[: cos.shape[-1]]
+        at = component_d.to(cos.device).expand(1, *cos.shape[1:])
+        return cos.gather(0, at)[0], sin.gather(0, at)[0]
 
-    def extend(self, layer: int, k_BHQd: Tensor, v_BHQd: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Add one step."""
-        keys, values = self._steps.setdefault(layer, ([], []))
-        keys.append(k_BHQd)
-        values.append(v_BHQd)
-        return list(keys), list(values)
+    def _components(self, count: int) -> Tensor:
+        """Of each of `count` frequencies: those of a section side by side (Qwen2-VL), or in turn as far as they go (Qwen3-VL)."""
+        rope: Any = self.config.rope_parameters
+        section = torch.tensor(rope["mrope_section"])
+        if not rope.get("mrope_interleaved"):
+            return torch.arange(len(section)).repeat_interleave(section)
+        channel, turn = torch.arange(count), torch.arange(count) % 3
+        return torch.where(channel < 3 * section[turn], turn, 0)
 
 
-class DecodingCache:
-    """The draft's cache while it decodes: transformers' `DynamicCache`, cut back to the slots whose context the target has confirmed."""
+def region(owner: nn.Module | Regions, run: Callable[..., T], *args: Any) -> T:
+    """`run(*args)`, compiled by its `owner`, or, of a module that is being trained, by its `regions`.
 
-    def __init__(self) -> None:
-        self._cache = DynamicCache()
+    `run` is a plain function, so that all layers share what was made of it.
+    """
+    compiler: Any = (owner.regions if owner.training else None) if isinstance(owner, nn.Module) else owner
+    out: T = (compiler(run) if compiler else run)(*args)
+    return out
 
-    def __len__(self) -> int:
-        return max((layer.get_seq_length() for layer in self._cache.layers), default=0)
 
-    def extend(self, layer: int, k_BHQd: Tensor, v_BHQd: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Append, and return everything so far as one entry."""
-        keys, values = self._cache.update(k_BHQd, v_BHQd, layer)
-        return [keys], [values]
+def autocasted(x: Tensor) -> Tensor:
+    """As products under autocast read it, which remembers its casts of parameters alone: what several of them read is cast once."""
+    return x.to(autocast_dtype(x) or x.dtype)
 
-    def crop(self, length: int) -> None:
-        """Forget all beyond the first `length` slots, in every layer that has more."""
-        for layer in self._cache.layers:
-            if layer.get_seq_length() > length:
-                layer.crop(length - layer.get_seq_length())
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """What products read of x."""
+    return autocasted(norm(x))
+
+
+def take_rows(x_BSX: Any, rows: Tensor | int | None) -> Any:
+    """The inputs `rows` [B, Q] of x, or so many of the last, [B, Q, X]; all of them if rows is None."""
+    if rows is None:
+        return x_BSX
+    if isinstance(x_BSX, Lookup | Beside):
+        return x_BSX.take(rows)
+    if isinstance(rows, int):
+        return x_BSX[:, x_BSX.shape[1] - rows :]
+    batch, length = x_BSX.shape[:2]
+    flat = rows + length * torch.arange(batch, device=rows.device)[:, None]
+    # A gather over all features would be scattered back one number at a time, this one row by row.
+    return x_BSX.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, rows.shape)
+
+
+class _Put(ABC):
+    """Stands for a tensor [B, Q, X], `dense`: linear layers use what it is made of, all else reads the tensor."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The tensor itself."""
+
+    @abstractmethod
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear` of the tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and isinstance(args[0], _Put):
+            return args[0].linear(*args[1:], **kwargs)
+        args, kwargs = tree_map_only(_Put, lambda x: x.dense(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
+
+
+@dataclass(eq=False)
+class Lookup(_Put):
+    """Rows [B, Q] of a table [B, U, X]: tokens that several drafting steps read, or a state that many slots share."""
+
+    table_BUX: Tensor
+    rows_BQ: Tensor | None = None
+    """None: all, one after the other."""
+    known: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What has been worked out of the table, for all who look it up."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, Q, X]."""
+        inputs = self.table_BUX if self.rows_BQ is None else self.rows_BQ
+        return (*inputs.shape[:2], self.table_BUX.shape[-1])
+
+    def at(self, rows_BQ: Tensor) -> "Lookup":
+        """Other rows of the same table."""
+        return Lookup(self.table_BUX, rows_BQ, self.known)
+
+    def take(self, rows: Tensor | int) -> "Lookup":
+        """See `take_rows`."""
+        if isinstance(rows, int):
+            last = self.shape[1] - rows
+            rows = torch.arange(last, last + rows, device=self.table_BUX.device).expand(len(self.table_BUX), -1)
+        return self.at(rows if self.rows_BQ is None else self.rows_BQ.gather(1, rows))
+
+    def each(self, run: Callable[[Tensor], Tensor]) -> "Lookup":
+        """After `run`, which treats every row alike."""
+        return Lookup(run(self.table_BUX), self.rows_BQ)
+
+    def prepared(self, norm: nn.Module, weights: Iterable[Tensor]) -> "Lookup":
+        """After `norm`, with the products by `weights` [Y, X + Z] as far as it is their first X columns, for `Beside`.
+
+        Worked out at the first call, for all who look up this table.
+        """
+        if norm not in self.known:
+            table_BUX: Tensor = checkpoint(partial(normed, norm), self.table_BUX, use_reentrant=False, preserve_rng_state=False)
+            self.known[norm] = table_BUX, {weight: _halves(table_BUX, weight) for weight in weights}
+        table_BUX, products = self.known[norm]
+        return Lookup(table_BUX, self.rows_BQ, products)
+
+    def dense(self) -> Tensor:
+        """See `_Put`."""
+        out: Tensor = take_rows(self.table_BUX, self.rows_BQ)
+        return out
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `_Put`."""
+        out: Tensor = take_rows(F.linear(self.table_BUX, weight, bias), self.rows_BQ)
+        return out
+
+
+@dataclass(eq=False)
+class Beside(_Put):
+    """Two inputs side by side, the first looked up: [B, Q, X + Z]."""
+
+    first: Lookup
+    second: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, Q, X + Z]."""
+        return (*self.first.shape[:2], self.first.shape[-1] + self.second.shape[-1])
+
+    def take(self, rows: Tensor | int) -> "Beside":
+        """See `take_rows`."""
+        return Beside(self.first.take(rows), take_rows(self.second, rows))
+
+    def dense(self) -> Tensor:
+        """See `_Put`."""
+        return torch.cat([self.first.dense(), self.second.dense() if isinstance(self.second, _Put) else self.second], dim=-1)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `_Put`: the sum of both halves' products."""
+        table_BUY, second_YZ = self.first.known.get(weight) or _halves(self.first.table_BUX, weight)
+        out: Tensor = take_rows(table_BUY, self.first.rows_BQ) + F.linear(self.second, second_YZ, bias)
+        return out
+
+
+def _halves(table_BUX: Tensor, weight_YX: Tensor) -> tuple[Tensor, Tensor]:
+    """The product of the table and the first columns, and the columns that are left."""
+    first, second = weight_YX.tensor_split([table_BUX.shape[-1]], dim=1)
+    return F.linear(table_BUX, first), autocasted(second)

@@ -10,8 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ...contracts.draft import KeyValueCache, Pattern
-from .geometry import Rotary, among_keys
-from .lookup import Regions, normed, region, take_rows
+from .geometry import Regions, Rotary, among_keys, normed, region, take_rows
 
 
 class MultiHeadLatentAttention(nn.Module):

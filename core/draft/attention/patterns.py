@@ -1,4 +1,7 @@
-"""Attention patterns: who sees whom, as `attend(q, keys, values, scale, rows)`. They know nothing of architectures."""
+"""Attention patterns: who sees whom, as `attend(q, keys, values, scale, rows)`. They know nothing of architectures.
+
+And the cache whose entry they read while a draft decodes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,11 +12,12 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import DynamicCache
 
+from ...data.collate import Segments, inputs_segments
+from .geometry import take_rows
 from .kernels import kernel_for
-from .lookup import take_rows
 from .masked import BlockTable, MaskFunction, block_table, causal_mask, dense_mask, masked_dense, masked_flex
-from .segments import Segments, inputs_segments
 from .unrolled import joint_attention
 
 
@@ -127,3 +131,24 @@ class Full:
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
         return F.scaled_dot_product_attention(q_BHQd, keys[0], values[0], scale=scale, enable_gqa=True)
+
+
+class DecodingCache:
+    """The draft's cache while it decodes: transformers' `DynamicCache`, cut back to the slots whose context the target has confirmed."""
+
+    def __init__(self) -> None:
+        self._cache = DynamicCache()
+
+    def __len__(self) -> int:
+        return max((layer.get_seq_length() for layer in self._cache.layers), default=0)
+
+    def extend(self, layer: int, k_BHQd: Tensor, v_BHQd: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Append, and return everything so far as one entry."""
+        keys, values = self._cache.update(k_BHQd, v_BHQd, layer)
+        return [keys], [values]
+
+    def crop(self, length: int) -> None:
+        """Forget all beyond the first `length` slots, in every layer that has more."""
+        for layer in self._cache.layers:
+            if layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())

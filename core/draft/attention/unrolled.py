@@ -1,4 +1,6 @@
-"""The attention of training-time test: a varlen kernel over the causal keys, merged with the own-slot entries by log-sum-exp.
+"""Training-time test: a draft run on its own outputs, and the attention of that.
+
+A varlen kernel runs over the causal keys, and is merged with the own-slot entries by log-sum-exp.
 
 Kernels stand behind an operator of torch, so that fake tensors, compilers and counters of operations know them.
 """
@@ -10,10 +12,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contracts.draft import Batch, DraftModel, Layout
+from ...data.collate import Segments, packed_segments, slots_segments, unrolled_segments
+from .geometry import Lookup, Regions, region
 from .kernels import KERNELS, PACKED, Bounds, kernel_for, precise
-from .lookup import Regions, region
 from .masked import causal_mask
-from .segments import Segments, packed_segments, slots_segments, unrolled_segments
+
+
+def unrolled(draft: DraftModel, batch: Batch, aux_BSA: Tensor, steps: int, through_time: bool = True) -> list[Tensor]:
+    """The draft's states at `batch["slots"]` after each step: K tensors [B, Q, D].
+
+    Slot t reads the target's state after x_t and the embedding of x_{t+1}; at step k its own state of step k-1, and x_{t+1+k}: with a
+    gradient, unless `through_time` is off.
+    """
+    ids_BS, slots_BQ, positions_BS = batch["input_ids"], batch["slots"], batch["positions"]
+    last = ids_BS.shape[1] - 1
+    pattern = Unrolled(batch["documents"], slots_BQ, draft.kernel, batch.get("segments"), draft.regions)
+    cache = UnrolledCache()
+    context = draft.project_hidden_states(aux_BSA)
+    embeds: Any = Lookup(draft.embed_input_ids(ids_BS.roll(-1, dims=1)))  # all steps read the same tokens
+    hidden_BQD = draft.backbone(embeds, context, Layout(positions_BS, pattern, slots_BQ), cache)
+    states = [hidden_BQD]
+    positions_BQ = positions_BS.gather(1, slots_BQ)
+    for k in range(1, steps):
+        fed_BQD = hidden_BQD if through_time else hidden_BQD.detach()
+        hidden_BQD = draft.backbone(embeds.at((slots_BQ + k).clamp(max=last)), fed_BQD, Layout(positions_BQ + k, pattern), cache)
+        states.append(hidden_BQD)
+    return states
+
+
+class UnrolledCache:
+    """Keys and values of training-time test: step 0 of all slots, then one entry per step for the active slots.
+
+    `extend` returns the list `[K_0 [B, H, S, d], K_1 [B, H, Q, d], ..., K_k]`, which the pattern `Unrolled` reads.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def extend(self, layer: int, k_BHQd: Tensor, v_BHQd: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add one step."""
+        keys, values = self._steps.setdefault(layer, ([], []))
+        keys.append(k_BHQd)
+        values.append(v_BHQd)
+        return list(keys), list(values)
 
 
 @dataclass(frozen=True)
