@@ -91,10 +91,9 @@ class Borrow(TrainerCallback):
         for name, theirs in self._theirs.items():
             module, weight = getattr(model, name), getattr(theirs, "weight", None)
             if weight is not None and self._may_stand_for(weight, module.weight):
-                dtype = module.weight.dtype
-                hook = (
-                    module.register_forward_hook(lambda module, given, out, dtype=dtype: out.to(dtype)) if name == "embed_tokens" else None
-                )
+                dtype, hook = module.weight.dtype, None
+                if name == "embed_tokens" and weight.dtype != dtype:
+                    hook = module.register_forward_hook(lambda module, given, out, dtype=dtype: out.to(dtype))
                 self._lent[name] = module, dtype, hook
                 module.weight = nn.Parameter(weight.detach(), requires_grad=False)
 
