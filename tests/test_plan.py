@@ -35,7 +35,6 @@ def test_the_count_is_that_of_a_step_that_is_run(algorithm: str, checkpointing: 
     """Memory within 5 %, with what a GPU's kernels hold in place of what the CPU does: of a mask no pieces of keys and values."""
     monkeypatch.setattr("foredraft.loss.chunks.is_fake", lambda _: False)  # where a GPU has kernels the CPU has none
     monkeypatch.setattr("foredraft.loss.chunks.in_cache", lambda _: False)
-    monkeypatch.setattr("foredraft.loss.rows.in_cache", lambda _: False)
     monkeypatch.setattr("foredraft.loss.teachers.in_cache", lambda _: False)
     monkeypatch.setattr("foredraft.draft.attention.patterns.masked_dense", unmasked)
     model = tiny_target(hidden=64, vocab=400)
