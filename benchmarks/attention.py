@@ -3,6 +3,7 @@
 `python benchmarks/attention.py [LENGTH ...]`: one JSON object, ratios within one run; each measurement is a process of its own, one thread.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -67,4 +68,8 @@ def main(lengths: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    measure(sys.argv[2], int(sys.argv[3])) if sys.argv[1:2] == ["--measure"] else main(list(map(int, sys.argv[1:])) or list(LENGTHS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lengths", type=int, nargs="*", default=LENGTHS, help="of rows, in tokens")
+    parser.add_argument("--measure", choices=VARIANTS, help="a single cell, as its own process runs it")
+    o = parser.parse_args()
+    measure(o.measure, o.lengths[0]) if o.measure else main(list(o.lengths))

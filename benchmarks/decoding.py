@@ -4,7 +4,7 @@
 time, which others on the machine disturb less), and the speed-up that follows for a given τ.
 """
 
-import sys
+import argparse
 import time
 from statistics import median
 from typing import Any
@@ -55,4 +55,10 @@ def passes(target: Any, draft: Any, ids: torch.Tensor, tokens: int) -> list[floa
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *(int(argument) for argument in sys.argv[3:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target")
+    parser.add_argument("draft")
+    parser.add_argument("k", type=int, nargs="?", default=4, help="tokens drafted")
+    parser.add_argument("prompt", type=int, nargs="?", default=256, help="tokens of the prompt")
+    o = parser.parse_args()
+    main(o.target, o.draft, o.k, o.prompt)

@@ -6,8 +6,8 @@ The run must hold conversations out. τ is the teacher-forced estimate on them; 
 what training and evaluation lose together. `foredraft eval` measures the drafts (OUT/DTYPE/draft) in decoding.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from foredraft.training.run import train
@@ -16,7 +16,12 @@ from foredraft.training.settings import RunConfig
 
 def main() -> None:
     """Train from each, print a line of each."""
-    run, out, *overrides = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a run's file")
+    parser.add_argument("out", help="folder for drafts and states")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run")
+    o = parser.parse_args()
+    run, out, overrides = o.run, o.out, o.overrides
     found: dict[str, tuple[float, float, int]] = {}
     for dtype in ("auto", "bfloat16", "float8"):
         own = [f"output_dir={out}/{dtype}", f"hidden_states_cache={out}/states-{dtype}", f"hidden_states_dtype={dtype}"]

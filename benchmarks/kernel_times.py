@@ -5,9 +5,8 @@ forward and backward in milliseconds; TFLOP/s of attention count the pairs that 
 says why.
 """
 
+import argparse
 import json
-import sys
-from argparse import Namespace
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -96,7 +95,7 @@ def loss(tiny: bool) -> list[dict[str, Any]]:
     sizes = {"rows": 64, "steps": 2, "width": 64, "vocabulary": 256, "draft_vocabulary": 64} if tiny else {}
     large = {"rows": 4096, "steps": 7, "width": LARGE["hidden_size"], "vocabulary": LARGE["vocab_size"], "draft_vocabulary": 32_000}
     with torch.device(DEVICE):
-        step = build(Namespace(**{**large, **sizes}, dtype="bfloat16"), "chunked")
+        step = build(argparse.Namespace(**{**large, **sizes}, dtype="bfloat16"), "chunked")
     cells = []
     for name, method in (("as it is", chunks.method), ("plain torch", lambda *_: differentiate)):
         with patch.object(chunks, "method", method):
@@ -111,4 +110,8 @@ def loss(tiny: bool) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parts: dict[str, Callable[[bool], list[dict[str, Any]]]] = {"attention": attention, "ranged": ranged, "loss": loss}
-    print(json.dumps(parts[sys.argv[1]]("--tiny" in sys.argv)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--tiny", action="store_true", help="sizes that rehearse it on any machine")
+    o = parser.parse_args()
+    print(json.dumps(parts[o.part](o.tiny)))

@@ -4,8 +4,8 @@
 Medians of interleaved runs, in CPU time of one thread, as multiples of a pass of the target over one token.
 """
 
+import argparse
 import random
-import sys
 import time
 from copy import deepcopy
 from statistics import median
@@ -99,4 +99,8 @@ def timed(action: Any) -> float:
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("width", type=int, nargs="?", default=256, help="of the target")
+    parser.add_argument("k", type=int, nargs="?", default=4, help="tokens drafted")
+    o = parser.parse_args()
+    main(o.width, o.k)
