@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,6 +28,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+ENVIRONMENT = os.environ
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """datasets puts a copy in the place of `os.environ` when it starts processes; rich goes on reading the one it was imported with."""
+    yield
+    os.environ = ENVIRONMENT  # noqa: B003
 
 
 @pytest.fixture
