@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from foredraft import ForedraftError, default_registry, generate
 from foredraft.decoding import DraftingStats
+from foredraft.draft import DraftLayer
 
 MODEL = tiny_target()
 ROWS = tiny_rows([["uuuaaaaaauaaa", "uaaaaa"], ["aaaaauub", "uuaaaaabbbb"]], 20, high=49)
@@ -80,6 +81,19 @@ def test_llama_cpp_does_not_take_domino_for_dflash() -> None:
 def test_groups_that_do_not_divide_the_width() -> None:
     with pytest.raises(ForedraftError, match="conv_group_size=5 does not divide the draft's width of 32"):
         tiny_draft(MODEL, "dflash2", conv_group_size=5, **SMALL)
+
+
+def test_a_layer_around_whose_sublayers_nothing_can_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family's own arrangement: without this, what the algorithm trains there would be left out, or a call fail in the first step."""
+
+    class Arranged(DraftLayer):
+        def attend(self, hidden_BQD: Any, x_BSX: Any, rotary: Any, pattern: Any, cache: Any, rows: Any) -> Any:  # type: ignore[override]
+            return super().attend(hidden_BQD, x_BSX, rotary, pattern, cache, rows)
+
+    monkeypatch.setattr(type(tiny_draft(MODEL, "dflash", **SMALL)), "layer_class", Arranged)
+    assert isinstance(tiny_draft(MODEL, "dflash", **SMALL).layers[0], Arranged)
+    with pytest.raises(ForedraftError, match=r"Arranged\.attend takes no `leave`.*'dflash2' needs: let it"):
+        tiny_draft(MODEL, "dflash2", **SMALL)
 
 
 def test_a_fresh_dflash2_drafts_as_dflash() -> None:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..contracts.draft import DraftModel, KeyValueCache, Layout, Pattern
+from ..errors import ForedraftError
 from ..target.capture import autocast_dtype
 from ..target.weights import norm_scale
 from .attention.geometry import Beside, Lookup, Rotary, autocasted, normed, region, take_rows
@@ -183,6 +185,11 @@ class Prefix(Stack):
     def _layers(self, draft: DraftModel) -> list[nn.Module]:
         layers: list[Any] = super()._layers(draft)
         for layer in layers:
+            if self.around and "leave" not in signature(layer.attend).parameters:
+                raise ForedraftError(
+                    f"{type(layer).__name__}.attend takes no `leave`, so nothing can stand around its sublayers, which "
+                    f"'{draft.algorithm.name}' needs: let it apply `leave` to attention's output, and ask `enter` what feed-forwards read"
+                )
             for sublayer, (name, module) in (self.around(draft) if self.around else {}).items():
                 setattr(layer, name, module)
                 layer.around[sublayer] = name

@@ -33,9 +33,9 @@ class ParallelLayer(DraftLayer):
         super().__init__(draft, layer, input_size)
         self.post_attention_layernorm = nn.Identity()
 
-    def attend(self, hidden_BQD: Any, x_BSX: Any, rotary: Any, pattern: Any, cache: Any, rows: Any) -> Any:
-        read_BQD = take_rows(x_BSX[..., -hidden_BQD.shape[-1] :], rows)
-        return hidden_BQD + self.self_attn(x_BSX, rotary, pattern, cache, rows) + self.mlp(read_BQD)
+    def attend(self, hidden_BQD: Any, x_BSX: Any, rotary: Any, pattern: Any, cache: Any, rows: Any, leave: Any = lambda y: y) -> Any:
+        read_BQD, leave_mlp = self.enter("mlp", take_rows(x_BSX[..., -hidden_BQD.shape[-1] :], rows))
+        return hidden_BQD + leave(self.self_attn(x_BSX, rotary, pattern, cache, rows)) + leave_mlp(self.mlp(read_BQD))
 
 
 class ParallelDraft(BaseDraft):

@@ -14,7 +14,7 @@ class Boxed(FormatBase):
     sign = "names that begin with 'boxed.'"
 
     def recognises(self, names: Collection[str], config: Any) -> bool:
-        return "boxed" in config and any(name.startswith("boxed.") for name in names)
+        return isinstance(config.get("boxed"), dict) and any(name.startswith("boxed.") for name in names)
 
     def rename(self, name: str) -> str | None:
         return name.removeprefix("boxed.")
@@ -23,7 +23,7 @@ class Boxed(FormatBase):
         return dict(config["boxed"])
 
     def algorithm(self, config: Any) -> str | None:
-        return str(config["by"])
+        return by if isinstance(by := config.get("by"), str) else None
 
     def write(self, draft: Any, tensors: Mapping[str, Tensor], algorithm: str | None, num_tokens: int) -> Any:
         fields = {name: value for name, value in draft.config.to_dict().items() if name != "foredraft"}
