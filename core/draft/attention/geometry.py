@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...contracts.draft import KeyValueCache, Pattern
 from ...target.capture import autocast_dtype
@@ -78,9 +78,11 @@ def among_keys(rows: Tensor | int | None, keys: Sequence[Tensor], x_BSX: Tensor)
 
 def rotated(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x turned by its positions; where cos is narrower than a head, its first dimensions alone (partial rotary)."""
-    turned, rest = x_BHSd[..., : cos.shape[-1]], x_BHSd[..., cos.shape[-1] :]
-    turned = apply_rotary_pos_emb(turned, turned, cos, sin)[0]
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    # transformers' functions turn queries and keys together, which are not of the same rows here, and copy what they turn.
+    first, second, rest = x_BHSd.tensor_split([cos.shape[-1] // 2, cos.shape[-1]], dim=-1)
+    (cos_1, cos_2), (sin_1, sin_2) = (t[:, None].chunk(2, dim=-1) for t in (cos, sin))
+    parts = [first * cos_1 - second * sin_1, second * cos_2 + first * sin_2]
+    return torch.cat([*parts, rest] if rest.shape[-1] else parts, dim=-1)
 
 
 class DraftRotaryEmbedding(LlamaRotaryEmbedding):

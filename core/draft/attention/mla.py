@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave, yarn_get_mscale
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from ...contracts.draft import KeyValueCache, Pattern
-from .geometry import Regions, Rotary, among_keys, normed, region, take_rows
+from .geometry import Regions, Rotary, among_keys, normed, region, rotated, take_rows
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -78,8 +77,9 @@ class MultiHeadLatentAttention(nn.Module):
         return self.q_b_proj(region(self, normed, self.q_a_layernorm, self.q_a_proj(x_BQX)))
 
     def _rotate(self, x_BHQr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rotate = apply_rotary_pos_emb_interleave if self.interleave else apply_rotary_pos_emb
-        return rotate(x_BHQr, x_BHQr, cos, sin)[0]
+        if self.interleave:  # pairs stand side by side; turned, they stand half a head apart, in queries and keys alike
+            x_BHQr = x_BHQr.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return rotated(x_BHQr, cos, sin)
 
     def _split_heads(self, x_BSX: Tensor) -> Tensor:
         return x_BSX.unflatten(-1, (self.heads, -1)).transpose(1, 2)
