@@ -78,11 +78,12 @@ def among_keys(rows: Tensor | int | None, keys: Sequence[Tensor], x_BSX: Tensor)
 
 def rotated(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x turned by its positions; where cos is narrower than a head, its first dimensions alone (partial rotary)."""
-    # transformers' functions turn queries and keys together, which are not of the same rows here, and copy what they turn.
-    first, second, rest = x_BHSd.tensor_split([cos.shape[-1] // 2, cos.shape[-1]], dim=-1)
-    (cos_1, cos_2), (sin_1, sin_2) = (t[:, None].chunk(2, dim=-1) for t in (cos, sin))
+    # transformers' functions turn queries and keys together, which are not of the same rows here, and copy what they turn. Memory stays
+    # in the order that products leave and kernels read.
+    first, second, rest = x_BHSd.transpose(1, 2).tensor_split([cos.shape[-1] // 2, cos.shape[-1]], dim=-1)
+    (cos_1, cos_2), (sin_1, sin_2) = (t[:, :, None].chunk(2, dim=-1) for t in (cos, sin))
     parts = [first * cos_1 - second * sin_1, second * cos_2 + first * sin_2]
-    return torch.cat([*parts, rest] if rest.shape[-1] else parts, dim=-1)
+    return torch.cat([*parts, rest] if rest.shape[-1] else parts, dim=-1).transpose(1, 2)
 
 
 class DraftRotaryEmbedding(LlamaRotaryEmbedding):

@@ -116,6 +116,8 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, segments: Segments, scale: float, kernel: str, regions: Regions, q: Tensor, *entries: Tensor) -> Tensor:
+        # What is a view, or wants a gradient, would have regions compiled for itself.
+        q, *entries = (x.detach() for x in (q, *entries))  # type: ignore[assignment]
         keys, values = entries[: len(entries) // 2], entries[len(entries) // 2 :]
         block, lse_HR = varlen(_rows(q, segments), keys[0], values[0], *_bounds(segments), scale, kernel)
         block, lse = _slots(block, segments), _slots(lse_HR.T, segments)
@@ -134,7 +136,7 @@ class _Joint(torch.autograd.Function):
         q, *rest = ctx.saved_tensors
         steps = (len(rest) - 1) // 3
         keys, values, (out, lse), weights = rest[:steps], rest[steps : 2 * steps], rest[2 * steps : 2 * steps + 2], rest[2 * steps + 2 :]
-        segments, grad = ctx.segments, grad.contiguous()
+        segments, grad = ctx.segments, grad.contiguous().detach()
         lse_RH = _rows(lse, segments)
         if segments["asked"] is not None:
             lse_RH = lse_RH.masked_fill(~segments["asked"][:, None], float("inf"))
