@@ -28,7 +28,7 @@ slow = pytest.mark.slow
     [
         pytest.param("eager", "llama", False, 9),
         pytest.param("inductor", "llama", True, 11, marks=slow),
-        pytest.param("inductor", "latent", False, 20, marks=slow),
+        pytest.param("inductor", "latent", False, 15, marks=slow),
     ],
 )
 def test_numbers_and_number_of_compilations(backend: str, family: str, half: bool, most: int) -> None:

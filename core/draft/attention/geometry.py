@@ -53,7 +53,7 @@ class GroupedQueryAttention(nn.Module):
         # Under autocast norms and rotation may hand back float32 while v is in half precision; kernels want one dtype.
         turn = partial(region, self, GroupedQueryAttention._turned)
         q_BHQd, k_BHSd = turn(self, self.q_norm, q_BQX, cos_q, sin_q, v_BSX.dtype), turn(self, self.k_norm, k_BSX, cos, sin, v_BSX.dtype)
-        v_BHSd = self._heads(v_BSX)
+        v_BHSd = self._heads(v_BSX).transpose(1, 2)
         keys, values = cache.extend(self.layer, k_BHSd, v_BHSd) if cache is not None else ([k_BHSd], [v_BHSd])
         out_BHQd = pattern.attend(q_BHQd, keys, values, self.scale, among_keys(rows, keys, x_BSX))
         out_BQX = out_BHQd.transpose(1, 2).flatten(2)
@@ -64,10 +64,10 @@ class GroupedQueryAttention(nn.Module):
         return self.q_proj(x_BQX), None
 
     def _turned(self, norm: nn.Module, x_BSX: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        return rotated(norm(self._heads(x_BSX)), cos, sin).to(dtype)
+        return rotated(norm(self._heads(x_BSX)), cos, sin).to(dtype).transpose(1, 2)
 
     def _heads(self, x_BSX: Tensor) -> Tensor:
-        return x_BSX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x_BSX.unflatten(-1, (-1, self.head_dim))
 
 
 def among_keys(rows: Tensor | int | None, keys: Sequence[Tensor], x_BSX: Tensor) -> Tensor | None:
@@ -76,14 +76,13 @@ def among_keys(rows: Tensor | int | None, keys: Sequence[Tensor], x_BSX: Tensor)
     return (rows + before if before else rows) if isinstance(rows, Tensor) else None
 
 
-def rotated(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x_BSHd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x turned by its positions; where cos is narrower than a head, its first dimensions alone (partial rotary)."""
-    # transformers' functions turn queries and keys together, which are not of the same rows here, and copy what they turn. Memory stays
-    # in the order that products leave and kernels read.
-    first, second, rest = x_BHSd.transpose(1, 2).tensor_split([cos.shape[-1] // 2, cos.shape[-1]], dim=-1)
+    # transformers' functions turn queries and keys together, which are not of the same rows here, and copy what they turn.
+    first, second, rest = x_BSHd.tensor_split([cos.shape[-1] // 2, cos.shape[-1]], dim=-1)
     (cos_1, cos_2), (sin_1, sin_2) = (t[:, :, None].chunk(2, dim=-1) for t in (cos, sin))
     parts = [first * cos_1 - second * sin_1, second * cos_2 + first * sin_2]
-    return torch.cat([*parts, rest] if rest.shape[-1] else parts, dim=-1).transpose(1, 2)
+    return torch.cat([*parts, rest] if rest.shape[-1] else parts, dim=-1)
 
 
 class DraftRotaryEmbedding(LlamaRotaryEmbedding):

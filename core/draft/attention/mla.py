@@ -61,13 +61,13 @@ class MultiHeadLatentAttention(nn.Module):
         self, q_BQX: Tensor, k_rope_BSr: Tensor, kv_BSX: Tensor, cos: Tensor, sin: Tensor, cos_q: Tensor, sin_q: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by heads, of one width and dtype, as kernels want them: norms and rotation may hand back float32."""
-        k_nope_BHSd, v_BHSd = self._split_heads(kv_BSX).split([self.nope, self.v], dim=-1)
-        q_nope_BHQd, q_rope_BHQr = self._split_heads(q_BQX).split([self.nope, self.rope], dim=-1)
-        q_rope_BHQr = self._rotate(q_rope_BHQr, cos_q, sin_q)
-        k_rope_BHSr = self._rotate(k_rope_BSr[:, None], cos, sin).expand(-1, self.heads, -1, -1)  # one for all heads
+        k_nope_BSHd, v_BSHd = self._split_heads(kv_BSX).split([self.nope, self.v], dim=-1)
+        q_nope_BQHd, q_rope_BQHr = self._split_heads(q_BQX).split([self.nope, self.rope], dim=-1)
+        q_rope_BQHr = self._rotate(q_rope_BQHr, cos_q, sin_q)
+        k_rope_BSHr = self._rotate(k_rope_BSr[:, :, None], cos, sin).expand(-1, -1, self.heads, -1)  # one for all heads
         q_BHQd, k_BHSd, v_BHSd = (
-            F.pad(t, (0, self.head_dim - t.shape[-1])).to(v_BHSd.dtype)
-            for t in (torch.cat([q_nope_BHQd, q_rope_BHQr], dim=-1), torch.cat([k_nope_BHSd, k_rope_BHSr], dim=-1), v_BHSd)
+            F.pad(t, (0, self.head_dim - t.shape[-1])).to(v_BSHd.dtype).transpose(1, 2)
+            for t in (torch.cat([q_nope_BQHd, q_rope_BQHr], dim=-1), torch.cat([k_nope_BSHd, k_rope_BSHr], dim=-1), v_BSHd)
         )
         return q_BHQd, k_BHSd, v_BHSd
 
@@ -76,13 +76,13 @@ class MultiHeadLatentAttention(nn.Module):
             return self.q_proj(x_BQX)
         return self.q_b_proj(region(self, normed, self.q_a_layernorm, self.q_a_proj(x_BQX)))
 
-    def _rotate(self, x_BHQr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotate(self, x_BSHr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.interleave:  # pairs stand side by side; turned, they stand half a head apart, in queries and keys alike
-            x_BHQr = x_BHQr.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return rotated(x_BHQr, cos, sin)
+            x_BSHr = x_BSHr.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return rotated(x_BSHr, cos, sin)
 
     def _split_heads(self, x_BSX: Tensor) -> Tensor:
-        return x_BSX.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x_BSX.unflatten(-1, (self.heads, -1))
 
 
 def softmax_scale(config: PretrainedConfig) -> float:
