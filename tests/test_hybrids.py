@@ -78,7 +78,10 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
     for row, start, end in ((0, 0, 5), (0, 5, 15), (1, 0, 6)):
         alone = target.capture({"input_ids": batch["input_ids"][row : row + 1, start:end], "positions": torch.arange(end - start)[None]})
         assert_close(signal.aux_BSA[row : row + 1, start:end], alone.aux_BSA, rtol=1e-4, atol=1e-4 * float(alone.aux_BSA.abs().max()))
-        assert_close(signal.hidden_BST[row : row + 1, start:end], alone.hidden_BST, rtol=1e-4, atol=3e-4)
+        # The final norm makes more of the rounding: of minimax's 1.7e-4, where in float64 both are equal.
+        assert_close(
+            signal.hidden_BST[row : row + 1, start:end], alone.hidden_BST, rtol=1e-4, atol=2e-4 * float(alone.hidden_BST.abs().max())
+        )
 
 
 class TestReplay:
