@@ -58,7 +58,7 @@ class Cost:
     flops: dict[str, float]
     """By part: draft layers, attention, draft head, teacher, target."""
     ops: int
-    """Calls of the draft's part that are no views: on a GPU about as many launches."""
+    """Calls of the draft's part that make or change a tensor and are no views: on a GPU about as many launches."""
     draft_bytes: int
     """The draft's weights and AdamW's two moments."""
     target_bytes: int

@@ -35,9 +35,9 @@ GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 class Meter(TorchDispatchMode):
     """While open, counts what is dispatched. Storages that were there before count for nothing; those of `known` tensors are never new.
 
-    `flops` are 2·m·k·n of every product of a linear layer, by the phase it ran in; `ops` are calls that are no views; `peak` is the most
-    bytes that were alive at once, to the byte (an allocator rounds up), and `live` those alive now. `rows[w]` is how many rows the largest
-    tensor of width w had, for each of the `widths`.
+    `flops` are 2·m·k·n of every product of a linear layer, by the phase it ran in; `ops` are calls that make or change a tensor and are no
+    views; `peak` is the most bytes that were alive at once, to the byte (an allocator rounds up), and `live` those alive now. `rows[w]` is
+    how many rows the largest tensor of width w had, for each of the `widths`.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), widths: Iterable[int] = ()):
@@ -56,8 +56,10 @@ class Meter(TorchDispatchMode):
             self.flops[self.phase] += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         elif name in GROUPED:
             self.flops[self.phase] += 2 * out.numel() * args[0].shape[-1]
-        self.ops += not func.is_view
-        for tensor in tree_leaves(out):
+        leaves = tree_leaves(out)
+        # What fake tensors are asked of themselves (their device, a dtype) no device is asked.
+        self.ops += not func.is_view and any(isinstance(leaf, Tensor) for leaf in leaves)
+        for tensor in leaves:
             if isinstance(tensor, Tensor):
                 self._note(tensor)
                 if tensor.ndim and tensor.shape[-1] in self.rows and not func.is_view:
