@@ -69,7 +69,8 @@ def test_whatever_is_accepted_the_text_is_the_targets(family: str, dtype: torch.
 @torch.no_grad()
 def test_packed_documents_do_not_see_each_other(family: str) -> None:
     """Positions tell recurrent layers nothing: they see a document a row, and so each one's states are those of the document alone."""
-    model = target_of(family)
+    model = deepcopy(target_of(family)).double()  # some keep float32 within, of which a final norm makes more
+    model.set_experts_implementation("eager")  # grouped products take no float64
     draft = auto_draft(model.config)
     target = Target(model, draft.config.aux_layers)
     assert not target._packs
@@ -77,11 +78,8 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
     signal = target.capture(batch)
     for row, start, end in ((0, 0, 5), (0, 5, 15), (1, 0, 6)):
         alone = target.capture({"input_ids": batch["input_ids"][row : row + 1, start:end], "positions": torch.arange(end - start)[None]})
-        assert_close(signal.aux_BSA[row : row + 1, start:end], alone.aux_BSA, rtol=1e-4, atol=1e-4 * float(alone.aux_BSA.abs().max()))
-        # The final norm makes more of the rounding: of minimax's 1.7e-4, where in float64 both are equal.
-        assert_close(
-            signal.hidden_BST[row : row + 1, start:end], alone.hidden_BST, rtol=1e-4, atol=2e-4 * float(alone.hidden_BST.abs().max())
-        )
+        assert_close(signal.aux_BSA[row : row + 1, start:end], alone.aux_BSA, rtol=0, atol=2e-6 * float(alone.aux_BSA.abs().max()))
+        assert_close(signal.hidden_BST[row : row + 1, start:end], alone.hidden_BST, rtol=0, atol=1e-5)
 
 
 class TestReplay:
