@@ -77,7 +77,7 @@ def among_keys(rows: Tensor | int | None, keys: Sequence[Tensor], x_BSX: Tensor)
 
 
 def rotated(x_BSHd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x turned by its positions; where cos is narrower than a head, its first dimensions alone (partial rotary)."""
+    """x [B, S, H, d] turned by its positions' cos and sin [B, S, r], pairs r/2 apart; where r < d, of the first r (partial rotary)."""
     # transformers' functions turn queries and keys together, which are not of the same rows here, and copy what they turn.
     first, second, rest = x_BSHd.tensor_split([cos.shape[-1] // 2, cos.shape[-1]], dim=-1)
     (cos_1, cos_2), (sin_1, sin_2) = (t[:, :, None].chunk(2, dim=-1) for t in (cos, sin))
