@@ -1,12 +1,14 @@
 """Attention under a mask: dense in chunks of queries, or by FlexAttention over tables of blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .kernels import aten, precise
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query, key) → may the query look; index tensors that broadcast. The form that FlexAttention takes."""
@@ -26,13 +28,57 @@ def dense_mask(sees: MaskFunction, rows_BQ: Tensor, keys: int) -> Tensor:
 
 def masked_dense(q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, sees: MaskFunction, rows_BQ: Tensor, scale: float) -> Tensor:
     """SDPA over chunks of queries, each with the keys that any of them sees."""
+    if q_BHQd.device.type == "cpu":
+        out_BHQd: Tensor = _InChunks.apply(sees, rows_BQ, scale, q_BHQd, k_BhKd, v_BhKd)
+        return out_BHQd
     parts = []
-    for q, rows in zip(q_BHQd.split(CHUNK, dim=2), rows_BQ.split(CHUNK, dim=1), strict=True):
-        mask_B1QK = dense_mask(sees, rows, k_BhKd.shape[2])
-        seen = mask_B1QK.flatten(0, 2).any(0).nonzero()[:, 0]
-        k, v, mask = k_BhKd.index_select(2, seen), v_BhKd.index_select(2, seen), mask_B1QK.index_select(3, seen)
+    for at, seen, mask in _chunks(sees, rows_BQ, k_BhKd.shape[2]):
+        q, k, v = q_BHQd[:, :, at], k_BhKd.index_select(2, seen), v_BhKd.index_select(2, seen)
         parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True))
     return torch.cat(parts, dim=2)
+
+
+def _chunks(sees: MaskFunction, rows_BQ: Tensor, keys: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Queries, the keys that any of them sees, and which of these each sees, [B, 1, n, m]."""
+    for start in range(0, rows_BQ.shape[1], CHUNK):
+        at = slice(start, start + CHUNK)
+        mask_B1nK = dense_mask(sees, rows_BQ[:, at], keys)
+        seen = mask_B1nK.flatten(0, 2).any(0).nonzero()[:, 0]
+        yield at, seen, mask_B1nK.index_select(3, seen)
+
+
+class _InChunks(torch.autograd.Function):
+    """By torch's flash kernel for the CPU. A chunk's keys and its mask are found again on the way back: all of them grow with the square
+    of the length."""
+
+    @staticmethod
+    def forward(ctx: Any, sees: MaskFunction, rows_BQ: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = []
+        for at, seen, mask in _chunks(sees, rows_BQ, k.shape[2]):
+            given = q[:, :, at], k.index_select(2, seen), v.index_select(2, seen)
+            parts.append(aten._scaled_dot_product_flash_attention_for_cpu(*given, attn_mask=_added(mask, q), scale=scale))
+        out, lse = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+        ctx.save_for_backward(q, k, v, out, lse, rows_BQ)
+        ctx.sees, ctx.scale = sees, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, rows_BQ = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=precise(x)) for x in (k, v))
+        for at, seen, mask in _chunks(ctx.sees, rows_BQ, k.shape[2]):
+            given = grad[:, :, at], q[:, :, at], k.index_select(2, seen), v.index_select(2, seen), out[:, :, at], lse[:, :, at]
+            dq[:, :, at], *found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *given, 0.0, False, attn_mask=_added(mask, q), scale=ctx.scale
+            )
+            for total, part in zip((dk, dv), found, strict=True):
+                total.index_add_(2, seen, part.to(total.dtype))
+        return None, None, None, dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """What is added to scores: nothing where the mask is True, else -inf."""
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, float("-inf"))
 
 
 class BlockTable(TypedDict):
