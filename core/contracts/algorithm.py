@@ -238,4 +238,4 @@ def pairs_by_teacher(rows: Sequence[Tensor]) -> Pairs:
 
     rows_N, order_N = torch.cat(list(rows)).cpu().sort(stable=True)
     units = int(rows_N[-1]) // UNIT + 1 if len(rows_N) else 0
-    return order_N, torch.searchsorted(rows_N, UNIT * torch.arange(units + 1)).tolist()
+    return order_N, torch.searchsorted(rows_N, UNIT * torch.arange(units + 1, device="cpu")).tolist()

@@ -120,19 +120,20 @@ class _Chunked(torch.autograd.Function):
         loss = states_ND.new_zeros((), dtype=torch.float32)
         metrics_3N = loss.new_zeros(3, len(states_ND))
         most, differentiated = rows_at_once(len(ids_W), states_ND), method(states_ND, problem.objective)
+        scale = power_above(problem.weights_N)
         for teachers, block_N in problem.blocks(most, TEACHERS if in_cache(states_ND) else TEACHERS_ELSEWHERE):
             taught = problem.teacher.at(teachers, ids_W)
             for at_N in block_N.split(most):
                 rows_N = problem.rows_N[at_N] - teachers.start
                 weight_N = problem.weights_N[at_N] * (taught.top_R[rows_N] >= 0)
                 logits_NW = head.logits(states_ND.index_select(0, at_N))
-                found = differentiated(logits_NW, Against(taught, rows_N, weight_N, problem.objective), problem.wanted)
+                found = differentiated(logits_NW, Against(taught, rows_N, weight_N / scale, problem.objective), problem.wanted)
                 loss += (weight_N * found.loss_N).sum()
                 metrics_3N.index_copy_(1, at_N, torch.stack(found[1:]))
                 if problem.wanted:
                     states_ND.index_copy_(0, at_N, head.back(logits_NW).to(states_ND.dtype))
         ctx.gradients = (states_ND, *head.gradients) if problem.wanted else None
-        ctx.dtypes = [p.dtype for p in problem.parameters]
+        ctx.scale, ctx.dtypes = scale, [p.dtype for p in problem.parameters]
         ctx.mark_non_differentiable(metrics_3N)
         return loss, metrics_3N
 
@@ -140,9 +141,15 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the gradient of this loss has been taken: it was formed with the loss, and is kept once")
-        d_states_ND, *d_parameters = (d.mul_(grad) for d in ctx.gradients)
+        d_states_ND, *d_parameters = (d.mul_(grad * ctx.scale) for d in ctx.gradients)
         ctx.gradients = None
         return None, d_states_ND, *(d.to(dtype) for d, dtype in zip(d_parameters, ctx.dtypes, strict=True))
+
+
+def power_above(weights_N: Tensor) -> Tensor:
+    """The power of two above the largest weight: gradients of rows that weigh 1 / N are 0 in float16 before a `GradScaler` has its turn."""
+    largest = torch.cat([weights_N, weights_N.new_zeros(1)]).amax()
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
 
 
 class Head(Protocol):
