@@ -75,7 +75,7 @@ def steps(part: str, tiny: bool) -> list[dict[str, Any]]:
     """A cell per share that is supervised; memory that is not enough is told, and ends the part."""
     algorithm, length, *way = part.split()
     config, options = LlamaConfig(**(TINY if tiny else LARGE)), STEPS[algorithm][tiny]
-    device = "cpu" if tiny or not torch.cuda.is_available() else "cuda"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     cells: list[dict[str, Any]] = []
     for share in SHARES:
         shape = Shape(1, int(length), share)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from foredraft.draft.attention import kernels, patterns
 from foredraft.draft.attention.masked import dense_mask
 from foredraft.loss import chunks
-from foredraft.target import weights
+from foredraft.target import segments, weights
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -232,6 +232,7 @@ def pretended(capability: tuple[int, int] = (9, 0), devices: int = 1) -> Iterato
             "mem_get_info": (80 << 30, 80 << 30),
             "is_current_stream_capturing": False,
             **dict.fromkeys(("_lazy_init", "synchronize", "empty_cache", "set_device", "manual_seed", "manual_seed_all"), None),
+            **dict.fromkeys(("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"), 0),
         }
         for name, answer in said.items():
             patch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
@@ -248,6 +249,7 @@ def pretended(capability: tuple[int, int] = (9, 0), devices: int = 1) -> Iterato
             patch.setattr(module, "is_plain", lambda weight: as_it_is(getattr(weight, "held", weight)))
         patch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(loaded))
         patch.setitem(kernels.KERNELS, "flash", Flash)
+        patch.setattr(segments, "_flash", segments._emulated)
         patch.setattr(patterns, "masked_flex", _flex)
         patch.setattr(chunks, "find_spec", lambda _: None)  # no Triton
         swapped = torch.__future__.get_swap_module_params_on_conversion()

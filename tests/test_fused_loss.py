@@ -199,10 +199,7 @@ def test_bfloat16_draft(draft: Any, device: str) -> None:
             for name in ("states", "teacher_rows", "weights")
         },
     }
-    teacher = p["teacher"]
-    p["teacher"] = replace(
-        teacher, hidden_RT=teacher.hidden_RT.to(device), text_R=None if teacher.text_R is None else teacher.text_R.to(device)
-    )
+    p["teacher"] = replace(p["teacher"], hidden_RT=p["teacher"].hidden_RT.to(device), text_R=p["teacher"].text_R.to(device))
     step = fused(half, p)
     assert step.loss.dtype == torch.float32
     assert {g.dtype for g in all_gradients(half, p, step.loss)} == {torch.bfloat16}

@@ -2,10 +2,13 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pretended import pretended
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -15,16 +18,26 @@ import kernel_times
 PARTS = [*(f"{name} 32" for name in gpu_report.STEPS), pytest.param("eagle3 32 compiled checkpointed", marks=pytest.mark.slow)]
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The one there is, and CUDA's, pretended."""
+    monkeypatch.setattr(kernel_times, "DEVICE", request.param)
+    with pretended() if request.param == "cuda" else nullcontext():
+        yield request.param
+
+
 @pytest.mark.parametrize("part", PARTS)
-def test_steps(part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps(device: str, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A cell, told as soon as it is there."""
     monkeypatch.setattr(gpu_report, "SHARES", (0.5,))
     (cell,) = gpu_report.steps(part, tiny=True)
     assert json.loads(capsys.readouterr().out) == [cell]
     assert cell["tokens_per_second"]["stored"] > cell["tokens_per_second"]["online"] > 0
     assert 0 < cell["mfu"]["online"] < 1
+    assert (cell["step_bytes"] is None) == (device == "cpu")
 
 
+@pytest.mark.usefixtures("device")
 def test_kernels() -> None:
     """Each gives times, or says why not."""
     for part in (kernel_times.attention, kernel_times.ranged, kernel_times.loss):
