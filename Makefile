@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 # One worker per core; a worker that is done takes over tests of another. `-n 0` runs them in one process.
-FAST := -n logical --maxprocesses 8 --dist worksteal -m "not slow and not gpu and not vllm and not llamacpp"
+FAST := -n logical --maxprocesses 8 --dist worksteal -m "not slow and not vllm and not llamacpp"
 
 .PHONY: demo test slow check style types docs images matrix test-with wheels clean
 

@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -38,6 +39,19 @@ def same_environment() -> Iterator[None]:
     """datasets puts a copy in the place of `os.environ` when it starts processes; rich goes on reading the one it was imported with."""
     yield
     os.environ = ENVIRONMENT  # noqa: B003
+
+
+@pytest.fixture(autouse=True)
+def rehearsed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked `gpu` are rehearsed with a pretended device where there is none."""
+    if request.node.get_closest_marker("gpu"):
+        import torch
+        from pretended import pretended
+
+        with nullcontext() if torch.cuda.is_available() else pretended():
+            yield
+    else:
+        yield
 
 
 @pytest.fixture

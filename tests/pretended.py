@@ -89,6 +89,7 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.moving = False
         self.within = False
+        self.on_cpu = False  # a way back that begins there
         self.waits = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +100,7 @@ class Operators(TorchDispatchMode):
         asked = kwargs.get("device")
         fetched = (moving and asked == CPU) or (func is aten.copy_.default and not isinstance(args[0], There))
         self.waits += bool(there) and (func in WAITS or fetched)
-        behind = self.within or torch._C._current_graph_task_id() != -1
+        behind = self.within or (torch._C._current_graph_task_id() != -1 and not self.on_cpu)
         if behind or not moving:  # torch itself takes all of this for the CPU's
             asked = None if asked == CPU and (there or behind) else asked
         if asked is None:
@@ -151,11 +152,12 @@ class Calls(TorchFunctionMode):
             func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
         if func in (torch.tensor, torch.as_tensor, torch.asarray) and (kwargs.get("device") or CPU) != CPU:
             return self._moved(func(*args, **{**kwargs, "device": None}), kwargs["device"])
-        before, self.operators.within = self.operators.within, any(isinstance(x, There) for x in tree_leaves((args, kwargs)))
+        operators, there = self.operators, any(isinstance(x, There) for x in tree_leaves((args, kwargs)))
+        before, operators.within, operators.on_cpu = (operators.within, operators.on_cpu), there, not there and func is Tensor.backward
         try:
             return func(*args, **kwargs)
         finally:
-            self.operators.within = before
+            operators.within, operators.on_cpu = before
 
     def _moved(self, x: Tensor, *args: Any, dtype: Any = None, device: Any = None, copy: bool = False, **rest: Any) -> Tensor:
         """`Tensor.to`, in all its spellings."""
@@ -219,6 +221,7 @@ def pretended(capability: tuple[int, int] = (9, 0), devices: int = 1) -> Iterato
         """By threads, which know nothing of this; then moved, also what would stay on disk."""
         model = load(cls, *args, **kwargs)
         places = device_map.values() if isinstance(device_map, dict) else [] if device_map is None else ["cuda"]
+        places = [torch.device("cuda", place) if isinstance(place, int) else place for place in places]
         return next((model.to(place) for place in places if str(place) != "disk"), model)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -4,13 +4,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from tiny import gradients, tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 STEPS: dict[str, dict[str, Any]] = {
     "eagle3": {"ttt_steps": 3, "num_layers": 2},
     "peagle": {"num_depths": 3, "num_layers": 2},

@@ -237,7 +237,6 @@ def test_padding_to_a_multiple_changes_nothing(algorithm: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dim", [64, 128, 192, 256, 20])
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("name", ["flash", "flash-attn", "eager"])
