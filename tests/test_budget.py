@@ -1,10 +1,13 @@
 """What a training step of an 8B target's draft may take, counted on fake tensors: bytes, calls, FLOPs, and no tensor of all rows × a
 vocabulary. The shape is Llama-3.1-8B's, with a draft vocabulary of 32,000 and rows of 4,096 tokens, all supervised."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import pytest
+from tiny import tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 from foredraft import auto_draft
@@ -62,3 +65,31 @@ def test_eagle3(once: None, checkpointing: bool, megabytes: float, calls: int) -
     layers = cost.flops["draft layers"] / cost.tokens
     assert needed <= 1.01 * layers
     assert layers <= 1.01 * (needed + 6 * embedded)  # the embedding's half, once for all steps
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("eagle3", {"ttt_steps": 3}),
+        ("peagle", {"num_depths": 3}),
+        ("dflash", {"block_size": 4, "anchors": 8}),
+        ("medusa", {"num_heads": 3}),
+    ],
+)
+def test_memory_is_linear_in_the_length(algorithm: str, options: dict[str, Any]) -> None:
+    """Of a real step, all that the CPU's allocator gave."""
+    model = tiny_target()
+    draft, peaks = tiny_draft(model, algorithm, **options).train(), []
+    for length in (1000, 2000):
+        batch = tiny_batch(draft.algorithm, tiny_rows([["u" * (length // 8) + "a" * (length - length // 8)]]))
+        signal = tiny_signal(model, draft, batch)
+        peaks.append(peak(lambda batch=batch, signal=signal: draft(batch, signal)["loss"].backward()))  # type: ignore[misc]
+    assert peaks[1] < 2.2 * peaks[0]
+
+
+def peak(step: Callable[[], Any]) -> int:
+    """Bytes at most, above those that were there."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
