@@ -70,6 +70,25 @@ def test_capped_scores_keep_their_own_attention(tmp_path: Path) -> None:
         Target(model, (1, 3, 6))
 
 
+def test_without_a_kernel_for_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on as it would have, and says so; who has asked for it is refused; no memory is no reason to go on."""
+
+    def refuse(*_: Any) -> Any:
+        raise failure
+
+    monkeypatch.setattr(segments, "_emulated", refuse)
+    model, failure = tiny_target(), RuntimeError("no kernel image is available")
+    monkeypatch.setattr("foredraft.target.target.wanted", lambda _: True)
+    with pytest.warns(UserWarning, match="under masks.*no kernel image"):
+        assert not Target(model, (2, 4, 5))._by_documents
+    model.set_attn_implementation(segments.ASKED)
+    with pytest.warns(UserWarning, match="no kernel"), pytest.raises(ForedraftError, match="leave it out"):
+        Target(model, (2, 4, 5))
+    failure = torch.OutOfMemoryError("full")
+    with pytest.raises(torch.OutOfMemoryError):
+        Target(model, (2, 4, 5))
+
+
 def test_windows_that_only_masks_know() -> None:
     """Mistral's layers do not hold theirs: masks must stay."""
     model = tiny_target()

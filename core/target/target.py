@@ -114,6 +114,11 @@ class Target(Captured):
                 return self.decoder(input_ids=ids_18, position_ids=positions_18, use_cache=False).last_hidden_state[0].float()
             except (TypeError, ValueError):
                 return None
+            except RuntimeError as error:  # no kernel for these heads on this device
+                if not by_documents or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                warnings.warn(f"the target attends under masks, which takes longer: its attention by documents fails on this device: {error}", stacklevel=4)
+                return None
 
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:
