@@ -117,7 +117,10 @@ class Target(Captured):
             except RuntimeError as error:  # no kernel for these heads on this device
                 if not by_documents or isinstance(error, torch.OutOfMemoryError):
                     raise
-                warnings.warn(f"the target attends under masks, which takes longer: its attention by documents fails on this device: {error}", stacklevel=4)
+                warnings.warn(
+                    f"the target attends under masks, which takes longer: its attention by documents fails on this device: {error}",
+                    stacklevel=4,
+                )
                 return None
 
 
