@@ -236,6 +236,18 @@ class TestMasked:
             results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
         assert_close(*results)
 
+    @pytest.mark.parametrize(("queries", "seen"), [(13, 2), (13, 0), (0, 0)], ids=["one sees nothing", "none sees anything", "none is there"])
+    def test_in_vain(self, queries: int, seen: int) -> None:
+        """Zeros, and no gradient: neither NaN nor the end of the process, which torch's kernel is without queries or keys."""
+        (q, k, v), _, _ = self.case(rows=False)
+        q = q[:, :, :queries]
+        out = Masked(lambda b, h, i, j: (j < seen) & (i != 1)).attend(q, [k], [v], 0.3, torch.arange(queries).expand(2, -1))
+        assert out.shape == q.shape
+        assert not out[:, :, 1 if seen else slice(None)].any()
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert all(grad.isfinite().all() for grad in grads)
+        assert not grads[2][:, :, seen:].any()
+
     def test_full_sees_every_key(self) -> None:
         (q, k, v), _, _ = self.case(rows=True)
         everything = Masked(lambda b, h, q, k: (q >= 0) & (k >= 0))

@@ -28,7 +28,7 @@ def dense_mask(sees: MaskFunction, rows_BQ: Tensor, keys: int) -> Tensor:
 
 def masked_dense(q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, sees: MaskFunction, rows_BQ: Tensor, scale: float) -> Tensor:
     """SDPA over chunks of queries, each with the keys that any of them sees."""
-    if q_BHQd.device.type == "cpu":
+    if q_BHQd.device.type == "cpu" and q_BHQd.shape[2]:  # torch's kernel ends the process where there are no queries, or no keys
         out_BHQd: Tensor = _InChunks.apply(sees, rows_BQ, scale, q_BHQd, k_BhKd, v_BhKd)
         return out_BHQd
     parts = []
@@ -40,10 +40,12 @@ def masked_dense(q_BHQd: Tensor, k_BhKd: Tensor, v_BhKd: Tensor, sees: MaskFunct
 
 def _chunks(sees: MaskFunction, rows_BQ: Tensor, keys: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Queries, the keys that any of them sees, and which of these each sees, [B, 1, n, m]."""
-    for start in range(0, rows_BQ.shape[1], CHUNK):
+    for start in range(0, max(rows_BQ.shape[1], 1), CHUNK):
         at = slice(start, start + CHUNK)
         mask_B1nK = dense_mask(sees, rows_BQ[:, at], keys)
-        seen = mask_B1nK.flatten(0, 2).any(0).nonzero()[:, 0]
+        seen_K = mask_B1nK.flatten(0, 2).any(0)
+        seen_K[:1] = True  # so that there is one; masked it is all the same
+        seen = seen_K.nonzero()[:, 0]
         yield at, seen, mask_B1nK.index_select(3, seen)
 
 
