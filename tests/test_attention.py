@@ -236,7 +236,9 @@ class TestMasked:
             results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
         assert_close(*results)
 
-    @pytest.mark.parametrize(("queries", "seen"), [(13, 2), (13, 0), (0, 0)], ids=["one sees nothing", "none sees anything", "none is there"])
+    @pytest.mark.parametrize(
+        ("queries", "seen"), [(13, 2), (13, 0), (0, 0)], ids=["one sees nothing", "none sees anything", "none is there"]
+    )
     def test_in_vain(self, queries: int, seen: int) -> None:
         """Zeros, and no gradient: neither NaN nor the end of the process, which torch's kernel is without queries or keys."""
         (q, k, v), _, _ = self.case(rows=False)
