@@ -2,7 +2,8 @@
 
 `OMP_NUM_THREADS=1 python benchmarks/train_step.py [--json FILE]` runs each cell in a process of its own, and prints ratios to the first of
 its shape (EAGLE-3, all supervised). `--shape 2x512` says rows × length. `--column NAME=COMMAND` adds another trainer's: the command is
-given the cell as JSON, and prints `{"seconds": ..., "megabytes": ...}`.
+given the cell as JSON, and prints `{"seconds": ..., "megabytes": ...}`. `parts` are seconds inside operations: matrix products,
+attention, the others; `GFLOP/s` what the products ran at, `GFLOP/s alone` what a product of that size reaches by itself.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foredraft import DraftCollator, Target, auto_draft
@@ -74,8 +76,42 @@ def step_of(
     return capture, step, draft
 
 
-def cell(case: str, rows: int, length: int, share: float) -> dict[str, float]:
-    """Median CPU seconds of a step from the target's states, and what the first takes of memory beyond weights and states."""
+class Parts(TorchDispatchMode):
+    """Where the seconds of a step go; it slows down all that is between the operations."""
+
+    PRODUCTS, ATTENTION = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm."), ("foredraft.", "aten._scaled_dot_product")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = dict.fromkeys(("products", "attention", "others"), 0.0)
+        self.flop = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it with a watch."""
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        part = "products" if name.startswith(self.PRODUCTS) else "attention" if name.startswith(self.ATTENTION) else "others"
+        self.seconds[part] += time.perf_counter() - start
+        if part == "products":
+            left, right = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+            self.flop += 2 * left.numel() * right.shape[-1]
+        return result
+
+
+def rate_alone() -> float:
+    """GFLOP/s of a product as large as a draft's (1,024 rows, 512 to 1,536 features), the best of twenty."""
+    x_ND, w_HD = torch.randn(1024, 512), torch.randn(1536, 512)
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        torch.nn.functional.linear(x_ND, w_HD)
+        seconds.append(time.perf_counter() - start)
+    return 2 * x_ND.numel() * len(w_HD) / min(seconds) / 1e9
+
+
+def cell(case: str, rows: int, length: int, share: float) -> dict[str, Any]:
+    """Median CPU seconds of a step from the target's states, what the first takes of memory beyond weights and states, and one's parts."""
     family, size, algorithm, options = CASES[case]
     capture, step, _ = step_of(AutoConfig.for_model(family, **size), algorithm, options, Shape(rows, length, share))
     signal = capture()
@@ -87,7 +123,11 @@ def cell(case: str, rows: int, length: int, share: float) -> dict[str, float]:
         start = time.process_time()
         step(signal)
         seconds.append(time.process_time() - start)
-    return {"seconds": median(seconds[1:]), "megabytes": (resource_peak() - before) / 1024}
+    megabytes = (resource_peak() - before) / 1024
+    with Parts() as parts:
+        step(signal)
+    rates = {"GFLOP/s": parts.flop / parts.seconds["products"] / 1e9, "GFLOP/s alone": rate_alone()}
+    return {"seconds": median(seconds[1:]), "megabytes": megabytes, "parts": parts.seconds, **rates}
 
 
 def resource_peak() -> int:
@@ -124,7 +164,7 @@ def main() -> None:
                     found = measured(command, given)
                     first = first or found
                     ratios = {
-                        f"{name} ratio": found[name] / first[name] for name in found if name in first and isinstance(found[name], float)
+                        f"{name} ratio": found[name] / first[name] for name in ("seconds", "megabytes") if name in found and name in first
                     }
                     cells.append({"column": column, **given, **found, **ratios})
                     print(json.dumps(cells[-1]), flush=True)
