@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..auto import auto_draft
 from ..contracts.finding import Finding
 from ..contracts.format import FormatBase
 from ..errors import ForedraftError
@@ -20,6 +19,7 @@ from ..formats.exporting import write_as
 from ..registry import DEFAULT_ALGORITHM
 from .case import Case, likeliest, reduced
 from .common import Conformance, gap, missing, registry_of, shipped
+from .disk import loaded
 from .engines import changed
 from .tiny import tiny_config
 
@@ -100,7 +100,7 @@ class FormatTests(Conformance):
             tmp_path / f"theirs{form.suffix}", tmp_path / "ours", str(tmp_path / "target"), self.registry(form, type(case.method))
         )
         assert read.form == form.name
-        again: Any = auto_draft(tmp_path / "ours", registry=self.registry(form, type(case.method)))
+        again = loaded(tmp_path / "ours", self.registry(form, type(case.method)))
         again.take_head(case.model) if not again.complete else None
         after = again.state_dict()
         lost = sorted(before.keys() ^ after.keys())
