@@ -192,7 +192,9 @@ class Captured:
                 logits_NV = F.linear(hidden_NT.to(weight_VT), weight_VT, self._gathered.get("bias"))
             else:
                 logits_NV = head(hidden_NT.to(runs_on(head), self.model.dtype))
-            logits_NV = logits_NV.to(hidden_NT.device).float() * self._multiplier
+            logits_NV = logits_NV.to(hidden_NT.device).float()
+        if self._multiplier != 1.0:
+            logits_NV = logits_NV * self._multiplier
         return logits_NV if self._soft_cap is None else torch.tanh(logits_NV / self._soft_cap) * self._soft_cap
 
     @torch.no_grad()
