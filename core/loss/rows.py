@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..contracts.objective import ObjectiveBase, RowObjective, known
-from .teachers import Taught, in_pieces
+from .teachers import Taught, in_pieces, softmax_and_total
 
 
 @dataclass(frozen=True)
@@ -121,63 +121,58 @@ def differentiate(logits_NW: Tensor, against: Against, wanted: bool) -> Found:
 
 
 def _by_rows(x_NW: Tensor, against: Against, wanted: bool) -> Found:
-    """As the kernels do it: sums over each row, what the objective says of them, then the gradient.
+    """As the kernels do it: sums over each row, what the objective says of them, then the gradient; all a piece at a time.
 
-    All probabilities are kept on the scale of e = exp(x - peak), z = Σ e, q = e / z: nothing is divided but rows' sums. Where all is
-    taught on one token, nothing of width W is made beside the logits.
+    The logits give way to q. Where all is taught on one token, nothing else is that wide.
     """
     hard, top_N, width = against.taught.p_RW is None, against.top_N, x_NW.shape[1]
     named_N, picked_N, said_N = top_N >= 0, of_token(x_NW, top_N), against.logits_of_text(x_NW)
-    peak_N, z_N, dot_N, held_N, least_N = x_NW.new_empty(5, len(x_NW))
+    peak_N, normaliser_N, dot_N, least_N = x_NW.new_empty(4, len(x_NW))
     for part in in_pieces(x_NW):
-        e_NW, p_NW = x_NW[part], None if hard else against.probabilities(part, width)
-        peak_N[part] = e_NW.amax(-1)
+        own_NW, p_NW = x_NW[part], None if hard else against.probabilities(part, width)
+        peak_N[part] = own_NW.amax(-1)
         if p_NW is not None:
-            dot_N[part] = torch.linalg.vecdot(p_NW, e_NW)
-        z_N[part] = e_NW.sub_(peak_N[part, None]).exp_().sum(-1)
+            dot_N[part] = torch.linalg.vecdot(p_NW, own_NW)
+        q_NW, normaliser_N[part] = softmax_and_total(own_NW)
+        own_NW.copy_(q_NW)
         if p_NW is not None:
-            held_N[part] = against.mass_N[part] * z_N[part]
-            held_NW = p_NW.mul_(held_N[part, None])
-            least_N[part] = torch.minimum(held_NW, e_NW, out=held_NW).sum(-1)
-    e_top_N = named_N * (picked_N - peak_N).exp()
+            held_NW = p_NW.mul_(against.mass_N[part, None])
+            least_N[part] = torch.minimum(held_NW, q_NW, out=held_NW).sum(-1)
     if hard:
-        held_N = named_N * against.mass_N * z_N
-        dot_N, least_N = named_N * picked_N, torch.minimum(e_top_N, held_N)
-    normaliser_N = peak_N + z_N.log()
+        q_top_N, held_N = named_N * of_token(x_NW, top_N), named_N * against.mass_N
+        dot_N, least_N = named_N * picked_N, torch.minimum(q_top_N, held_N)
     cross_entropy_N = against.total_N * normaliser_N - dot_N
-    sums = RowSums(against, cross_entropy_N, least_N / z_N, normaliser_N, said_N)
+    sums = RowSums(against, cross_entropy_N, least_N, normaliser_N, said_N)
     loss_N, a_N, b_N, c_N = sums.cost()
     if wanted:
         # d logits = a (q Σp - p) + b (q 1[q < p·mass] - q Σ q 1[q < p·mass]) + c (q - 1[text])
-        scale_N = torch.zeros_like(z_N) if a_N is None else a_N * against.total_N
+        scale_N = torch.zeros_like(peak_N) if a_N is None else a_N * against.total_N
         scale_N = scale_N if c_N is None else scale_N + c_N
         if hard:
-            pull_N = torch.zeros_like(z_N) if a_N is None else -a_N * named_N
+            pull_N = torch.zeros_like(peak_N) if a_N is None else -a_N * named_N
             if b_N is not None:
-                low_N = b_N * (e_top_N < held_N) * e_top_N / z_N
+                low_N = b_N * (q_top_N < held_N) * q_top_N
                 scale_N, pull_N = scale_N - low_N, pull_N + low_N
-            x_NW.mul_((scale_N / z_N)[:, None]).scatter_add_(1, top_N.clamp(min=0)[:, None], pull_N[:, None])
+            x_NW.mul_(scale_N[:, None]).scatter_add_(1, top_N.clamp(min=0)[:, None], pull_N[:, None])
         else:
             for part in in_pieces(x_NW):
-                rows: list[Any] = [None if of_N is None else of_N[part, None] for of_N in (held_N, z_N, scale_N, a_N, b_N)]
+                rows: list[Any] = [None if of_N is None else of_N[part, None] for of_N in (against.mass_N, scale_N, a_N, b_N)]
                 _to_gradient(x_NW[part], against.probabilities(part, width), *rows)
         sums.towards_text(x_NW, c_N)
     # A tie is a hit: no token is likelier to the draft than the teacher's top one.
     return Found(loss_N, (named_N & (picked_N >= peak_N)).float(), sums.acceptance_N, named_N * cross_entropy_N)
 
 
-def _to_gradient(
-    e_NW: Tensor, p_NW: Tensor, held_N1: Tensor, z_N1: Tensor, scale_N1: Tensor, a_N1: Tensor | None, b_N1: Tensor | None
-) -> None:
-    """In the place of e; `held` is mass · z, `scale` what all tokens share."""
+def _to_gradient(q_NW: Tensor, p_NW: Tensor, mass_N1: Tensor, scale_N1: Tensor, a_N1: Tensor | None, b_N1: Tensor | None) -> None:
+    """In the place of q; `scale` is what all tokens share."""
     if b_N1 is not None:
-        low_NW = e_NW * (e_NW < p_NW * held_N1)
-        scale_N1 = scale_N1 - b_N1 * low_NW.sum(-1, keepdim=True) / z_N1
-    e_NW.mul_(scale_N1 / z_N1)
+        low_NW = q_NW * (q_NW < p_NW * mass_N1)
+        scale_N1 = scale_N1 - b_N1 * low_NW.sum(-1, keepdim=True)
+    q_NW.mul_(scale_N1)
     if b_N1 is not None:
-        e_NW.addcmul_(low_NW, b_N1 / z_N1)
+        q_NW.addcmul_(low_NW, b_N1)
     if a_N1 is not None:
-        e_NW.addcmul_(p_NW, a_N1, value=-1)
+        q_NW.addcmul_(p_NW, a_N1, value=-1)
 
 
 def _any(x_NW: Tensor, against: Against, wanted: bool) -> Found:

@@ -97,10 +97,9 @@ def _said(logits_NV: Tensor, draft_ids_W: Tensor) -> tuple[Tensor, Tensor, Tenso
     top_N = _argmax(logits_NV)
     if len(draft_ids_W) == logits_NV.shape[-1]:
         return top_N, torch.ones_like(logits_NV[:, 0]), logits_NV.softmax(-1)
-    logits_NW = logits_NV.index_select(1, draft_ids_W)
-    normaliser_N = logits_NW.logsumexp(-1)
+    p_NW, normaliser_N = softmax_and_total(logits_NV.index_select(1, draft_ids_W))
     mass_N = (normaliser_N - _logsumexp(logits_NV)).exp()
-    return draft_index(top_N, draft_ids_W), mass_N, logits_NW.sub_(normaliser_N[:, None]).exp_()
+    return draft_index(top_N, draft_ids_W), mass_N, p_NW
 
 
 def _argmax(x_NV: Tensor) -> Tensor:
@@ -115,7 +114,13 @@ def _argmax(x_NV: Tensor) -> Tensor:
 
 def _logsumexp(x_NV: Tensor) -> Tensor:
     """`x.logsumexp(-1)`, whose exponentials need not all be in memory."""
-    return torch.cat([x_NV[part].logsumexp(-1) for part in in_pieces(x_NV)]) if in_cache(x_NV) else x_NV.logsumexp(-1)
+    return torch.cat([softmax_and_total(x_NV[part])[1] for part in in_pieces(x_NV)]) if in_cache(x_NV) else x_NV.logsumexp(-1)
+
+
+def softmax_and_total(x_NW: Tensor) -> tuple[Tensor, Tensor]:
+    """`x.softmax(-1)` and `x.logsumexp(-1)`, whose exponentials are taken once: the largest probability tells what all were divided by."""
+    p_NW = x_NW.softmax(-1)
+    return p_NW, x_NW.amax(-1) - p_NW.amax(-1).log()
 
 
 @dataclass(frozen=True)
