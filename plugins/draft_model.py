@@ -115,7 +115,7 @@ class OrdinaryModel(AlgorithmBase[DraftModelOptions], Minimising):
         pattern = Unrolled(batch["documents"], slots_BQ, draft.kernel, batch.get("segments"), draft.regions)
         layout = Layout(batch["positions"], pattern, slots_BQ)
         state_BQD = draft.backbone(draft.embed_input_ids(batch["input_ids"]), signal.aux_BSA, layout, UnrolledCache())
-        states = [state_BQD.flatten(0, 1)[query] for query in batch["queries"]]
+        states = [state_BQD.flatten(0, 1).index_select(0, query) for query in batch["queries"]]
         teacher = Teacher.of(signal, batch["teacher_rows"], batch["input_ids"])
         weights = [1 / count.clamp(min=1) for count in batch["counts"]]
         return chunked(draft, states, teacher, batch["teachers"], weights, self.objective, batch["pairs"])

@@ -80,7 +80,7 @@ class Eagle(AlgorithmBase[EagleOptions], Minimising):
         if self.options.noise and draft.training:
             aux_BSA = aux_BSA + self.options.noise * (2 * torch.rand_like(aux_BSA) - 1)
         made = unrolled(draft, batch, aux_BSA, self.options.ttt_steps, through_time=False)
-        return [state_BQD.flatten(0, 1)[query] for state_BQD, query in zip(made, batch["queries"], strict=True)]
+        return [state_BQD.flatten(0, 1).index_select(0, query) for state_BQD, query in zip(made, batch["queries"], strict=True)]
 
     def drafter(self, draft: Any) -> AutoregressiveDrafter:
         """Drafts chains and trees, a depth per forward."""

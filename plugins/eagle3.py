@@ -70,7 +70,7 @@ class Eagle3(AlgorithmBase[Eagle3Options], Minimising):
         shares = step_weights(len(states), self.options.step_decay)
         return chunked(
             draft,
-            (state_BQD.flatten(0, 1)[query] for state_BQD, query in zip(states, batch["queries"], strict=True)),
+            (state_BQD.flatten(0, 1).index_select(0, query) for state_BQD, query in zip(states, batch["queries"], strict=True)),
             Teacher.of(signal, batch["teacher_rows"], batch["input_ids"]),
             batch["teachers"],
             [share / count.clamp(min=1) for share, count in zip(shares, batch["counts"], strict=True)],

@@ -160,7 +160,7 @@ class MTP(AlgorithmBase[MTPOptions], Minimising):
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
         """Σ β^k L_k / Σ β^k, L_k the mean objective of step k."""
         made = unrolled(draft, batch, signal.aux_BSA, self.options.ttt_steps, not self.options.detach)
-        states = [state_BQD.flatten(0, 1)[query] for state_BQD, query in zip(made, batch["queries"], strict=True)]
+        states = [state_BQD.flatten(0, 1).index_select(0, query) for state_BQD, query in zip(made, batch["queries"], strict=True)]
         return self.supervised(draft, states, batch, signal)
 
     def supervised(self, draft: DraftModel, states: Sequence[Tensor], batch: Batch, signal: Signal) -> Step:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..contracts.draft import DraftModel, KeyValueCache, Pattern
 from .attention.geometry import Regions, Rotary, normed, region
+from .attention.masked import Pass
 from .attention.unrolled import varlen
 
 
@@ -175,19 +176,25 @@ class _Output:
         return self.tensor
 
 
-class _Keep(TorchDispatchMode):
+class _Keep(TorchDispatchMode, Pass):
     """Keeps what the operators `ops` put out. (torch's own selective checkpoints also count the casts that autocast caches.)"""
 
     def __init__(self, ops: set[Any]):
         super().__init__()
         self.ops = ops
         self.outputs: list[Any] = []
+        self.made: list[Any] = []
         self.last: Any = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Regions between products are compiled, which holds nothing that is kept."""
         return True
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        """See `Pass`."""
+        self.made.append(make())
+        return self.made[-1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -203,13 +210,14 @@ class _Keep(TorchDispatchMode):
             self.outputs.pop()
 
 
-class _GiveBack(TorchDispatchMode):
+class _GiveBack(TorchDispatchMode, Pass):
     """Gives back what was kept, in the same order, in place of running the operators again."""
 
     def __init__(self, keep: _Keep, told: _Told | None):
         super().__init__()
         self.keep, self.told = keep, told
         self.left: Iterator[Any] = iter(())
+        self.made: Iterator[Any] = iter(())
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -217,10 +225,14 @@ class _GiveBack(TorchDispatchMode):
         return True
 
     def __enter__(self) -> Any:
-        self.left = iter(self.keep.outputs)
+        self.left, self.made = iter(self.keep.outputs), iter(self.keep.made)
         if self.told is not None:
             self.told.again = iter(self.told.answers)
         return super().__enter__()
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        """See `Pass`."""
+        return next(self.made)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = next(self.left, None) if func in self.keep.ops else None

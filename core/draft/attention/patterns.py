@@ -96,11 +96,16 @@ class Ranged:
     kernel: str = "auto"
     """"flex" or "eager"; any other: as the device has it."""
 
-    def sees(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """A `MaskFunction`."""
-        first, end = self.ranges["first"], self.ranges["end"]
-        seen = [(first[batch, query, r] <= key) & (key < end[batch, query, r]) for r in range(first.shape[-1])]
-        return reduce(or_, seen)
+    @property
+    def sees(self) -> MaskFunction:
+        """Whether a key is in one of the query's ranges."""
+        # Told apart outside of it: a number among its indices would be a tensor of the device, which torch 2.10 cannot trace.
+        both = list(zip(self.ranges["first"].unbind(-1), self.ranges["end"].unbind(-1), strict=True))
+
+        def within(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return reduce(or_, [(first[batch, query] <= key) & (key < end[batch, query]) for first, end in both])
+
+        return within
 
     def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """See `Pattern.visible`."""
