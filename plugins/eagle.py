@@ -57,8 +57,9 @@ class Eagle(AlgorithmBase[EagleOptions], Minimising):
         return Summed()
 
     def plan(self, batch: Batch, generators: Sequence[Generator]) -> Plan:
-        """The slots that serving reaches, see `plan_unrolled`."""
-        return plan_unrolled(batch, self.options.ttt_steps)
+        """The slots that serving reaches, see `plan_unrolled`, and a seed of each row's noise."""
+        plan = plan_unrolled(batch, self.options.ttt_steps)
+        return replace(plan, added={**plan.added, "noise": [int(torch.randint(2**62, (), generator=g)) for g in generators]})
 
     def loss(self, draft: DraftModel, batch: Batch, signal: Signal) -> Step:
         """The objective and the distance to the target's next state, each the mean over supervised slots, and over steps."""
@@ -78,13 +79,20 @@ class Eagle(AlgorithmBase[EagleOptions], Minimising):
     def states(self, draft: DraftModel, batch: Batch, aux_BSA: Tensor) -> list[Tensor]:
         """The draft's states [N_k, D] at step k's supervised slots; of a draft that is being trained, from noisy states of the target."""
         if self.options.noise and draft.training:
-            aux_BSA = aux_BSA + self.options.noise * (2 * torch.rand_like(aux_BSA) - 1)
+            drawn = [_drawn(aux_SA, seed) for aux_SA, seed in zip(aux_BSA, batch["noise"], strict=True)]
+            aux_BSA = aux_BSA + self.options.noise * (2 * torch.stack(drawn) - 1)
         made = unrolled(draft, batch, aux_BSA, self.options.ttt_steps, through_time=False)
         return [state_BQD.flatten(0, 1).index_select(0, query) for state_BQD, query in zip(made, batch["queries"], strict=True)]
 
     def drafter(self, draft: Any) -> AutoregressiveDrafter:
         """Drafts chains and trees, a depth per forward."""
         return AutoregressiveDrafter(draft)
+
+
+def _drawn(like_SA: Tensor, seed: int) -> Tensor:
+    """Of a row, whichever process trains it."""
+    generator = torch.Generator(like_SA.device).manual_seed(seed)
+    return torch.rand(like_SA.shape, generator=generator, device=like_SA.device, dtype=like_SA.dtype)
 
 
 @hookimpl

@@ -255,6 +255,7 @@ def pretended(capability: tuple[int, int] = (9, 0), devices: int = 1) -> Iterato
         patch.setattr(segments, "_flash", segments._emulated)
         patch.setattr(patterns, "masked_flex", _flex)
         patch.setattr(chunks, "find_spec", lambda _: None)  # no Triton
+        patch.setattr(torch, "Generator", lambda device="cpu", of=torch.Generator: of())
         patch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: False)
         swapped = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)

@@ -19,7 +19,13 @@ from foredraft.testing.tiny import gradients, tiny_batch, tiny_rows
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize(
     ("algorithm", "options"),
-    [("eagle3", {"ttt_steps": 3, "num_layers": 2}), ("eagle31", {"ttt_steps": 2}), ("peagle", {}), ("dflash", {"num_layers": 2})],
+    [
+        ("eagle3", {"ttt_steps": 3, "num_layers": 2}),
+        ("eagle31", {"ttt_steps": 2}),
+        ("peagle", {}),
+        ("dflash", {"num_layers": 2}),
+        ("dflash2", {"num_layers": 2}),
+    ],
 )
 def test_training_gives_the_gradients_of_plain_autograd(algorithm: str, options: dict[str, Any], half: bool) -> None:
     model = tiny_target(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, attention_bias=True)

@@ -19,6 +19,8 @@ from foredraft.cli.describe import describe
 from foredraft.draft.model import BaseDraft
 from foredraft.errors import nearest
 from foredraft.formats import export_draft
+from foredraft.training import resume
+from foredraft.training.checks import check_run
 from foredraft.training.resume import alone_in
 from foredraft.training.run import train
 from foredraft.training.settings import RunConfig
@@ -48,6 +50,33 @@ def test_numbers_as_people_write_them(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(run)
     assert RunConfig.load(tmp_path / "run.yaml").training == {"learning_rate": 1e-4}
     assert RunConfig.load(tmp_path / "run.yaml", [f"training.weight_decay={text}"]).training["weight_decay"] == 1e-4
+
+
+def test_rows_of_a_step_are_compared_whoever_trains_them(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks go on with what one has trained in two micro-batches; alone, they are told."""
+
+    def asked(ranks: int, **training: Any) -> RunConfig:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        return RunConfig.check({**fields, "training": {**fields["training"], **training}})
+
+    def noted(finished: bool) -> None:
+        output.mkdir(exist_ok=True)
+        (output / "run.json").write_text(json.dumps({**json.loads(first.model_dump_json()), "finished": finished, "ranks": 1}))
+
+    first, output = asked(1, per_device_train_batch_size=1, gradient_accumulation_steps=2), Path(fields["output_dir"])
+    noted(finished=False)
+    monkeypatch.setattr(resume, "latest_complete", lambda _: output)
+    assert resume.earlier_run(asked(2, per_device_train_batch_size=1))["length"] == []
+    with pytest.raises(ForedraftError, match=r"rows per step: 2 then, 4 now .* 2 ranks, 1 then"):
+        resume.earlier_run(asked(2, per_device_train_batch_size=1, gradient_accumulation_steps=2))
+    noted(finished=True)
+    assert resume.earlier_run(asked(2, per_device_train_batch_size=1, gradient_accumulation_steps=2))["finished"]
+
+
+def test_no_layers_to_checkpoint(fields: dict[str, Any]) -> None:
+    run = {**fields, "algorithm": "medusa", "options": {}, "training": {"gradient_checkpointing": True}}
+    with pytest.raises(ForedraftError, match="a draft by algorithm 'medusa' has no layers to compute again: leave it out"):
+        check_run(RunConfig.check(run))
 
 
 def test_resume_or_say_what_changed(fields: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

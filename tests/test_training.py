@@ -8,9 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,11 +22,11 @@ from safetensors.torch import load_file
 from tiny import Document, tiny_draft, tiny_rows, tiny_target
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from train_full_disk import RUN as FULL_DISK_RUN
 from train_two_ranks import WAYS
 from train_two_ranks import run as run_on_ranks
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainingArguments
 
 from foredraft import (
     Conversations,
@@ -37,9 +39,11 @@ from foredraft import (
     auto_draft,
     pack,
 )
+from foredraft.plugins import eagle
 from foredraft.training import NonFiniteLoss
 from foredraft.training.arguments import training_schema
-from foredraft.training.progress import line
+from foredraft.training.progress import StopOnSignal, line
+from foredraft.training.ranks import Blankable, Evened
 from foredraft.training.resume import checkpoints_of, latest_complete
 
 HERE = Path(__file__).parent
@@ -521,6 +525,69 @@ def test_half_weights_are_refused_unless_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ForedraftError, match=r"weights are torch.bfloat16, where most updates round to nothing: train draft.float\(\)"):
         DraftTrainer(draft, MODEL, arguments(tmp_path), train_dataset=ROWS)
     DraftTrainer(draft, MODEL, arguments(tmp_path, max_steps=1), train_dataset=ROWS, half_weights=True).train()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ROWS[:4])
+
+
+@pytest.mark.parametrize(("algorithm", "options"), [("eagle3", {"ttt_steps": 2}), ("dflash", {"block_size": 4}), ("medusa", {})])
+def test_a_stream_of_rows_trains_as_a_list_does(algorithm: str, options: dict[str, Any], tmp_path: Path) -> None:
+    losses = []
+    for rows in (ROWS[:4], Stream()):
+        draft = tiny_draft(MODEL, algorithm, **options)
+        losses.append([log["loss"] for log in steps_of(trained(tmp_path / str(len(losses)), rows, draft, max_steps=3))])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_batches_that_one_process_makes_for_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ForedraftError, match="dispatch_batches cuts batches by rows"):
+        trainer_of(fresh(), MODEL, tmp_path, ROWS, accelerator_config={"dispatch_batches": True})
+
+
+def test_batches_for_ranks_are_filled_with_rows_that_train_nothing() -> None:
+    """Two ranks, two rows each at a time, five rows: one of the fifth and a blank, and two more blanks."""
+    batches = Evened(BatchSampler(range(5), 2, drop_last=False), 2)
+    assert list(batches) == [[0, 1], [2, 3], [4, ~4], [~4, ~4]]
+    assert len(batches) == 4
+    rows = Blankable(ROWS[:5])
+    collate = DraftCollator(fresh().algorithm)
+    assert collate([rows[4], rows[~4]])["counts"].equal(collate([rows[4]])["counts"])
+    assert not collate([rows[~4]])["counts"].any()
+
+
+def test_noise_is_a_rows_own() -> None:
+    """EAGLE-1's, whichever rank and batch the row is in; another one every epoch."""
+    draft = tiny_draft(MODEL, "eagle", noise=0.3).train()
+    collate, seen = DraftCollator(draft.algorithm), []
+
+    def noises(rows: Any, epoch: int = 0) -> Tensor:
+        collate.epoch = epoch
+        batch = collate(rows)
+        aux_BSA = torch.zeros(*batch["input_ids"].shape, 32)
+        with patch.object(eagle, "unrolled", lambda draft, batch, aux_BSA, *_, **__: seen.append(aux_BSA) or []):
+            draft.algorithm.states(draft, {**batch, "queries": []}, aux_BSA)
+        return seen[-1]
+
+    both = noises(ROWS[:2])
+    assert both.abs().max() <= 0.3
+    assert both[1].equal(noises(ROWS[1:2])[0])
+    assert not both[0].equal(both[1])
+    assert not both.equal(noises(ROWS[:2], epoch=1))
+
+
+def test_what_a_rank_receives_between_steps_waits_for_the_next() -> None:
+    """At an epoch's end ranks save together, or not at all."""
+    stop, control = StopOnSignal(SimpleNamespace(num_processes=1)), TrainerControl(should_save=True)
+    stop.on_step_end(None, None, control)
+    stop.received = 15
+    stop.on_epoch_end(None, None, control)
+    assert control.should_save
+    stop.on_step_end(None, None, control)
+    stop.on_epoch_end(None, None, control)
+    assert control.should_training_stop
+    assert not control.should_save
 
 
 @pytest.mark.slow

@@ -35,12 +35,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def run(directory: Path, batch_size: int, **fields: Any) -> None:
-    """Rows of different lengths: ranks and micro-batches see different counts of supervised slots, one of them none.
+    """Rows of different lengths, which ranks cannot share evenly: they and micro-batches see different counts of slots, one of them none.
 
     The target is a rank's own, or shared among them: then it lies in `target` beside the directory. A checkpoint in it is gone on with.
     """
     target = predictable_target()
-    rows = written_rows(target, 8, 20)
+    rows = written_rows(target, 7, 20)
     rows[3]["spans"] = [-1] * 20
     draft = tiny_draft(target, ttt_steps=3)
     if directory.name == "shared_target":
@@ -49,7 +49,7 @@ def run(directory: Path, batch_size: int, **fields: Any) -> None:
         known = draft.config.foredraft["target"]["sample"]
         draft.start_from(target)
         assert draft.config.foredraft["target"]["sample"] == known, "shared or whole, it is one target"
-    trainer = trainer_of(draft, target, directory, rows, per_device_train_batch_size=batch_size, eval_dataset=rows[:4], **RUN | fields)
+    trainer = trainer_of(draft, target, directory, rows, per_device_train_batch_size=batch_size, eval_dataset=rows[:3], **RUN | fields)
     trainer.train(resume_from_checkpoint=True)
     assert isinstance(draft.lm_head.weight, DTensor) is ("fsdp" in fields)
     state = trainer.state_dict() or draft.state_dict()

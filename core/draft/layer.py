@@ -127,13 +127,15 @@ def recomputed(layer: nn.Module, run: Callable[..., Tensor], *inputs: Tensor, ca
 def by_rows(layer: nn.Module, run: Callable[[Tensor], Tensor], x_BQD: Tensor) -> Tensor:
     """`run(x)`, [B, Q, D], which treats every row alike; under `gradient_checkpointing` computed again a quarter of the rows at a time.
 
-    Called within `recomputed`, whose second pass wants nothing of it but its inputs.
+    Called within `recomputed`, whose second pass wants nothing of it but its inputs, unless what stands around it reads its output.
     """
     if not (torch.is_grad_enabled() and layer.training and getattr(layer, "gradient_checkpointing", False)):
         return run(x_BQD)
 
+    around = "mlp" in getattr(layer, "around", ())
+
     def unless_again(x_1ND: Tensor) -> Tensor:
-        return x_1ND if any(isinstance(mode, _GiveBack) for mode in _get_current_dispatch_mode_stack()) else run(x_1ND)
+        return x_1ND if not around and any(isinstance(mode, _GiveBack) for mode in _get_current_dispatch_mode_stack()) else run(x_1ND)
 
     quarters = x_BQD.flatten(0, 1)[None].chunk(QUARTERS, dim=1)  # of the whole batch: a family's module may want to `view` them
     parts = [checkpoint(unless_again, x_1ND, use_reentrant=False, preserve_rng_state=False) for x_1ND in quarters]

@@ -87,7 +87,7 @@ def load_target(
     if attention := _attention(config):
         how.setdefault("attn_implementation", attention)
     if not layers and not {"device_map", "tp_plan", "quantization"} & how.keys():
-        how["device_map"] = _without_layers(config, str(device))
+        how["device_map"] = _without_layers(config, "cpu" if torch.device(device).type == "cpu" else str(device))
     if torch.device(device).type != "cpu" and not {"device_map", "tp_plan"} & how.keys():
         how["device_map"] = {"": torch.device(device)}  # read straight to it, not by way of the host's memory
     try:

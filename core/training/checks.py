@@ -74,6 +74,10 @@ def check_draft(config: RunConfig, problems: list[str]) -> None:
         adapter.make_config(target, method, tuple(config.aux_layers or ()) or None, config.draft_vocab_size)
     with gathering(problems):
         check_embedding(config, method)
+    if config.training.get("gradient_checkpointing") and method.spec.num_layers == 0:
+        problems.append(
+            f"training.gradient_checkpointing: a draft by algorithm '{method.name}' has no layers to compute again: leave it out"
+        )
 
 
 def check_settled(config: RunConfig, problems: list[str]) -> None:

@@ -154,11 +154,14 @@ class StopOnSignal(TrainerCallback):
     def __init__(self, accelerator: Any):
         self.accelerator = accelerator
         self.received: int = 0
+        """By this rank, at any time."""
+        self.agreed: int = 0
+        """Among all, at the end of the latest step: what they do must not hang on what only some have received since."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Signals are noted within the block; Python lets only the main thread do that, elsewhere they act as ever."""
-        self.received = 0
+        self.received = self.agreed = 0
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -182,14 +185,15 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ask for a checkpoint, and for the end."""
+        self.agreed = self.received
         if self.accelerator.num_processes > 1:
             number = torch.tensor([self.received], device=self.accelerator.device)
-            self.received = int(self.accelerator.gather(number).max())
-        if self.received:
+            self.agreed = int(self.accelerator.gather(number).max())
+        if self.agreed:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The checkpoint is there, and no time for an evaluation."""
-        if self.received:
+        if self.agreed:
             control.should_save = control.should_evaluate = False

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import socket
@@ -18,6 +19,7 @@ from transformers.utils import logging
 from ..errors import ForedraftError
 from ..files.ours import check_weights
 from ..files.writing import write_text
+from .defaults import DraftTrainingArguments
 from .settings import RunConfig
 
 logger = logging.get_logger("foredraft")
@@ -28,9 +30,9 @@ LENGTH = ("training.max_steps", "training.num_train_epochs")
 FREE = re.compile(
     r"resume|output_dir|kernel|compile|eval_data|data\.strict|hidden_states_cache|(device_map|tp_plan)(\..*)?|"
     r"training\.((logging|save|eval|log|hub|report)_\w+|max_steps|num_train_epochs|"
-    r"per_device_eval_batch_size|fsdp|disable_tqdm|run_name|push_to_hub|dataloader_(num_workers|pin_memory|prefetch_factor|persistent_workers))"
+    r"per_device_(train|eval)_batch_size|gradient_accumulation_steps|fsdp|disable_tqdm|run_name|push_to_hub|dataloader_(num_workers|pin_memory|prefetch_factor|persistent_workers))"
 )
-"""Settings that change nothing in the result, or only how far it is trained."""
+"""Settings that change nothing in the result, or only how far it is trained; how many rows make a step is compared as a whole."""
 NEEDED = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json")
 
 
@@ -76,21 +78,39 @@ def earlier_run(config: RunConfig) -> dict[str, Any]:
     defaults = {key: field.default for key, field in RunConfig.model_fields.items()}
     changed = [
         f"{key}: {was!r} then, {now.get(key)!r} now"
-        for key in sorted({*before, *now} - {"rows", "finished"})
+        for key in sorted({*before, *now} - {"rows", "finished", "ranks"})
         if not FREE.fullmatch(key) and (was := before.get(key, defaults.get(key))) != now.get(key)
     ]
+    length = [(key, before.get(key), now.get(key)) for key in LENGTH if before.get(key) != now.get(key)]
+    were = noted.get("ranks", ranks())
+    are = were if noted.get("finished") and not length else ranks()  # nothing is left for these to train
+    if (then := rows_of(noted["training"]) * were) != (rows := rows_of(config.training) * are):
+        changed.append(
+            f"rows per step: {then} then, {rows} now (per_device_train_batch_size × gradient_accumulation_steps × {are} ranks, {were} then)"
+        )
     if changed and (noted.get("finished") or latest_complete(config.output_dir)):
         raise ForedraftError(
             f"'{config.output_dir}' belongs to a run with other settings:\n  " + "\n  ".join(changed) + "\n"
             "  Choose another output_dir, or resume=false to start anew in this one"
         )
-    return {**noted, "length": [(key, before.get(key), now.get(key)) for key in LENGTH if before.get(key) != now.get(key)]}
+    return {**noted, "length": length}
 
 
 def note(config: RunConfig, rows: Dataset, finished: bool) -> None:
     """Write `run.json`."""
-    fields = {**json.loads(config.model_dump_json()), "rows": digest(rows), "finished": finished}
+    fields = {**json.loads(config.model_dump_json()), "rows": digest(rows), "finished": finished, "ranks": ranks()}
     write_text(Path(config.output_dir) / RUN_FILE, json.dumps(fields, indent=1))
+
+
+def rows_of(training: Mapping[str, Any]) -> int:
+    """A step's, on each rank."""
+    fields = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    return math.prod(int(training.get(name, getattr(DraftTrainingArguments, name))) for name in fields)
+
+
+def ranks() -> int:
+    """How many processes torchrun, or Accelerate, has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def digest(rows: Dataset) -> str:

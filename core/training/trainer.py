@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,7 @@ from ..target.streaming import Shuffled
 from ..target.target import Target
 from .defaults import DraftTrainingArguments
 from .progress import AsAskedNow, DraftPrinter, DraftProgress, ReadUpTo, SeedByEpoch, StopOnSignal, Stopwatch, TrainingStopped
+from .ranks import Blankable, even_out, keep_batches_whole
 from .ready import as_arrays, check_ready, check_rows
 from .resume import alone_in, latest_complete
 from .sharding import Borrow, local, shard, share_out_state, whole
@@ -68,6 +69,7 @@ class DraftTrainer(Trainer):
                 "torch_compile (or accelerate's dynamo_backend) compiles a model whole, which a draft cannot be: leave it out, and call "
                 "draft.compile() (`compile: true` in a run), which compiles what lies between products"
             )
+        keep_batches_whole(args)
         own = place(target.model if isinstance(target, Target) else target, args.device)  # before it is tried
         check_pair(own, model)
         self.target = target if isinstance(target, Target) else Target(own, model.config.aux_layers, model.algorithm.needs)
@@ -128,9 +130,9 @@ class DraftTrainer(Trainer):
                 out = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
             finally:
                 self._borrow.give_back()
-        if self._stop.received and self.state.global_step < self.state.max_steps:
+        if self._stop.agreed and self.state.global_step < self.state.max_steps:
             checkpoint = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
-            raise TrainingStopped(self._stop.received, self.state.global_step, self.state.max_steps, checkpoint)
+            raise TrainingStopped(self._stop.agreed, self.state.global_step, self.state.max_steps, checkpoint)
         return out
 
     def _has_made_all_steps(self, checkpoint: str) -> bool:
@@ -205,6 +207,13 @@ class DraftTrainer(Trainer):
         state = whole(self.optimizer.state_dict(), self.args.should_save)
         with patch.object(self.optimizer, "state_dict", lambda: state):
             super()._save_optimizer_and_scheduler(output_dir)
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, with equally many rows for every rank."""
+        ranks = self.accelerator.num_processes
+        if ranks == 1 or not isinstance(dataset, Sized):
+            return super()._get_dataloader(dataset, *args, **kwargs)
+        return even_out(super()._get_dataloader(Blankable(dataset), *args, **kwargs), ranks)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.target, CachedTarget) and self.target.store.streams:
