@@ -85,7 +85,7 @@ def problem(
     assert named.any()
     assert named.all() == (not draft.config.has_reduced_vocabulary)
     return {
-        "states": [torch.randn(n, 32 + carried, dtype=dtype, requires_grad=True) for n in sizes],
+        "states": [torch.randn(n, 32 + carried).to(dtype).requires_grad_() for n in sizes],
         "teacher": teacher(logits_RV, torch.clone, torch.arange(TEACHERS) * 5),
         "teacher_rows": [torch.randint(TEACHERS, (n,)) for n in sizes],
         "weights": [torch.rand(n) for n in sizes],
