@@ -55,7 +55,7 @@ WAYS = ("compiled", "checkpointed")
 LENGTHS, TINY_LENGTHS, SHARES = (4096, 16_384, 32_768), (32, 64), (1.0, 0.5, 0.25)
 WARM, TIMED = 2, 4
 ROOT = Path(__file__).parent.parent
-LIMIT, TESTS, PART = 570, 240, 90
+LIMIT, TESTS, PART = 570, 200, 120
 """Seconds of all parts, of the tests, and of any other."""
 
 
