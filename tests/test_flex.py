@@ -46,6 +46,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     torch._dynamo.reset()
     yield counts
     torch._dynamo.reset()
+    gc.collect()  # tests that count what lives do not wait for it
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
