@@ -46,6 +46,8 @@ class PEagle(AlgorithmBase[PEagleOptions], Minimising):
     x_{a+d} are there yet. Training takes all of depth 0 and, of the depths below it, a sample that thins out (COD sampling).
     """
 
+    by_ranges = True
+
     name = "peagle"
     summary = "all tokens drafted in one forward, a learned state in place of unknown features"
 

@@ -301,6 +301,15 @@ class TestChoice:
         assert draft.attention_kernel(torch.device("cpu"), torch.bfloat16).startswith("eager, ")
         assert tiny_draft(tiny_target(), "medusa").attention_kernel(torch.device("cpu"), torch.float32) == ""
 
+    @pytest.mark.parametrize("algorithm", ["peagle", "dflash"])
+    def test_of_ranges(self, algorithm: str) -> None:
+        draft = tiny_draft(tiny_target(), algorithm)
+        named = [draft.attention_kernel(torch.device(device), torch.bfloat16).split(",")[0] for device in ("cuda", "cpu")]
+        assert named == ["flex", "dense"]
+        draft.kernel = "flash-attn"
+        with pytest.raises(ForedraftError, match="attention kernel 'flash-attn': this draft's queries see ranges of keys"):
+            draft.attention_kernel(torch.device("cuda"), torch.bfloat16)
+
     @pytest.mark.parametrize(
         ("device", "dtype", "head_dim", "asked", "said"),
         [

@@ -135,6 +135,9 @@ class AlgorithmBase(DrafterBase[OptionsT]):
     needs: ClassVar[tuple[Literal["aux", "final"], ...]] = ("aux", "final")
     """Which of the target's states its loss reads: those of the aux layers, those after the final norm. Others are not kept."""
 
+    by_ranges: ClassVar[bool] = False
+    """Whether it says who sees whom as ranges of keys (the pattern `Ranged`), which have kernels of their own."""
+
     @property
     @abstractmethod
     def spec(self) -> DraftSpec:

@@ -45,6 +45,8 @@ class BlockAlgorithm(AlgorithmBase[OptionsT], Minimising):
     subclass sets `architecture`, and has a `drafter`: `foredraft.decoding.BlockDrafter`, as a rule.
     """
 
+    by_ranges = True
+
     architecture: ClassVar[str]
     """The name engines know the draft by."""
     whole: ClassVar[bool] = False

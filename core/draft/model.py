@@ -18,7 +18,7 @@ from ..registry import default_registry
 from ..target.capture import depth_of
 from ..target.places import places_at
 from .attention.geometry import Regions
-from .attention.kernels import WORDS, kernel_for
+from .attention.kernels import WORDS, kernel_for, ranged_kernel
 from .family import Family
 from .parts import DraftParts
 from .published import NoAssistant
@@ -123,7 +123,10 @@ class BaseDraft(DraftParts):
         Raises `ForedraftError` for one that was asked for and does not run there.
         """
         dims: list[int] = [dim for module in self.modules() if isinstance(dim := getattr(module, "head_dim", None), int)]
-        name = kernel_for(device, dtype, max(dims, default=0), self.kernel)
+        if self.algorithm.by_ranges:
+            name = ranged_kernel(device, self.kernel)
+        else:
+            name = kernel_for(device, dtype, max(dims, default=0), self.kernel)
         return f"{name}, {WORDS[name]}" if dims else ""
 
     @classmethod

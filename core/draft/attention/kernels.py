@@ -168,6 +168,8 @@ WORDS = {
     "flash-cpu": "torch's flash kernel for the CPU",
     "flash": "torch's flash kernels for CUDA",
     "flash-attn": "the package flash-attn",
+    "flex": "FlexAttention over tables of blocks",
+    "dense": "masks of a few queries at a time",
 }
 
 
@@ -199,6 +201,19 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, asked: s
             "mend that, or leave the kernel to 'auto'"
         )
     return "flash" if asked == "auto" else asked
+
+
+def ranged_kernel(device: torch.device, asked: str = "auto") -> str:
+    """The kernel for attention over ranges of keys (`Ranged`): "flex" on CUDA, "dense" elsewhere and where "eager" is asked for.
+
+    Raises `ForedraftError` for a kernel that knows no ranges.
+    """
+    if asked not in ("auto", "flex", "eager"):
+        raise ForedraftError(
+            f"attention kernel '{asked}': this draft's queries see ranges of keys, which it does not know; leave the kernel to 'auto' "
+            "(FlexAttention on CUDA, masks of a few queries at a time elsewhere), or ask for 'eager'"
+        )
+    return "flex" if asked == "flex" or (asked == "auto" and device.type == "cuda") else "dense"
 
 
 def precise(x: Tensor) -> torch.dtype:

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from ...data.collate import Segments, inputs_segments
 from .geometry import take_rows
-from .kernels import kernel_for
+from .kernels import kernel_for, ranged_kernel
 from .masked import BlockTable, MaskFunction, block_table, causal_mask, dense_mask, masked_dense, masked_flex
 from .unrolled import joint_attention
 
@@ -94,7 +94,7 @@ class Ranged:
 
     ranges: Ranges
     kernel: str = "auto"
-    """"flex" or "eager"; any other: as the device has it."""
+    """See `ranged_kernel`."""
 
     @property
     def sees(self) -> MaskFunction:
@@ -113,7 +113,7 @@ class Ranged:
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
-        if self.kernel == "flex" or (q_BHQd.is_cuda and self.kernel != "eager"):
+        if ranged_kernel(q_BHQd.device, self.kernel) == "flex":
             rows_BQ = _places(rows, q_BHQd.shape[2], keys[0].shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
             table = self.ranges["every" if rows is None else "queries"]
             return masked_flex(q_BHQd, keys[0], values[0], self.sees, rows_BQ, table, scale)
