@@ -413,9 +413,8 @@ def test_the_kernels_too(widths: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_the_kernels_compile(capability: int) -> None:
     """For devices that are not here."""
     import triton

@@ -590,7 +590,6 @@ def test_what_a_rank_receives_between_steps_waits_for_the_next() -> None:
     assert not control.should_save
 
 
-@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     """By DDP, by FSDP, and with a target between them; what one process saved two go on with, and the other way round."""
     for name in ("one", "one_resumed", *WAYS):
