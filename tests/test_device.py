@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from pretended import There, pretended
+from rigged import predictable_target, trainer_of, written_rows
 from tiny import TOKENS, chat, gradients, tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target, tiny_tokenizer
 from torch import Tensor
 from torch.testing import assert_close
@@ -137,6 +138,16 @@ def test_a_target_over_two_devices() -> None:
         draft(batch, tiny_signal(model, draft, batch))["loss"].backward()
         found = generate(model, draft.eval(), TEXT.to("cuda:0"), max_new_tokens=8, do_sample=False)
         assert torch.equal(found.cpu(), expected)
+
+
+def test_what_is_trained_is_padded_to_the_kernels_rows(tmp_path: Path) -> None:
+    """In multiples of 128, so that kernels and compilers see few widths."""
+    model = predictable_target()
+    rows = written_rows(model)
+    with pretended():
+        trainer = trainer_of(tiny_draft(model, ttt_steps=2), model, tmp_path, rows, use_cpu=False)
+        batch = trainer.data_collator(rows)
+    assert batch["slots"].shape[1] == 128
 
 
 @pytest.mark.parametrize("ways", [["online"], pytest.param(["online", "stored"], marks=pytest.mark.slow)], ids=len)
