@@ -21,6 +21,7 @@ from foredraft.contracts.loading import Loading
 from foredraft.doctor import examine
 from foredraft.target.loading import load_target, load_tokenizer
 from foredraft.target.pairing import check_pair
+from foredraft.target.sample import sample_of
 from foredraft.training import CachedTarget
 
 SOURCE = """
@@ -172,6 +173,16 @@ class TestPlaced:
         for name in ("aux_BSA", "hidden_BST"):
             assert_close(getattr(signals[0], name), getattr(signals[1], name), rtol=1e-3, atol=1e-3)
         assert_close(*(s.head(s.hidden_BST[0]) for s in signals), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_layers_that_stay_on_disk(device: str, tmp_path: Path) -> None:
+    """They are fetched where they are asked for. With several ranks the CPU has a number, which safetensors does not know."""
+    model = tiny_target()
+    model.save_pretrained(tmp_path)
+    loaded = load_target(str(tmp_path), "float32", device=device, layers=False)
+    assert {p.device.type for p in loaded.model.layers.parameters()} == {"meta"}
+    assert sample_of(loaded) == sample_of(model)
 
 
 def test_wrong_settings_are_told(tmp_path: Path) -> None:
