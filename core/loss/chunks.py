@@ -17,8 +17,8 @@ from .rows import Against, Found, differentiate
 from .teachers import Supervisor, in_cache, is_fake
 
 # Rows of draft logits alive at a time on the CPU: enough for its matrix units.
-CHUNK = 256
-# Teacher rows over the draft's vocabulary alive at a time, in units, on the CPU and elsewhere.
+CHUNK = 448
+# Teacher rows over the draft's vocabulary alive at a time, in units, on the CPU and elsewhere; here as many as one pass of the target's head.
 TEACHERS, TEACHERS_ELSEWHERE = 2, 8
 # Bytes of draft logits alive at a time elsewhere, were they float32.
 BUDGET = 3 * 2**27
@@ -96,8 +96,8 @@ class _Problem:
     parameters: list[Tensor]
     wanted: bool
 
-    def blocks(self, most: int, limit: int) -> Iterator[tuple[slice, Tensor]]:
-        """Teacher rows, and the pairs [n] that they teach: `most` of `limit` units, unless those of a single one are more."""
+    def blocks(self, limit: int, most: int | None) -> Iterator[tuple[slice, Tensor]]:
+        """Teacher rows, and the pairs [n] that they teach: of `limit` units, and `most` of them unless those of a single one are more."""
         device = self.rows_N.device
         if self.pairs is None:
             yield slice(0, None), torch.arange(len(self.rows_N), device=device)
@@ -106,7 +106,7 @@ class _Problem:
         start = 0
         while start < len(marks) - 1:
             end = start + 1
-            while end < len(marks) - 1 and end - start < limit and marks[end + 1] - marks[start] <= most:
+            while end < len(marks) - 1 and end - start < limit and (most is None or marks[end + 1] - marks[start] <= most):
                 end += 1
             if marks[end] > marks[start]:
                 yield slice(start * UNIT, end * UNIT), order_N[marks[start] : marks[end]]
@@ -121,9 +121,9 @@ class _Chunked(torch.autograd.Function):
         metrics_3N = loss.new_zeros(3, len(states_ND))
         most, differentiated = rows_at_once(len(ids_W), states_ND), method(states_ND, problem.objective)
         scale = power_above(problem.weights_N)
-        for teachers, block_N in problem.blocks(most, TEACHERS if in_cache(states_ND) else TEACHERS_ELSEWHERE):
+        for teachers, block_N in problem.blocks(*((TEACHERS, None) if in_cache(states_ND) else (TEACHERS_ELSEWHERE, most))):
             taught = problem.teacher.at(teachers, ids_W)
-            for at_N in block_N.split(most):
+            for at_N in block_N.tensor_split(max(1, -(-len(block_N) // most))):
                 rows_N = problem.rows_N[at_N] - teachers.start
                 weight_N = problem.weights_N[at_N] * (taught.top_R[rows_N] >= 0)
                 logits_NW = head.logits(states_ND.index_select(0, at_N))

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..contracts.signal import Signal
 
 # Rows of full-vocabulary logits alive at a time.
-CHUNK = 128
-CHUNK_ELSEWHERE = 256
+CHUNK = 256
 # Numbers of a tensor looked at at a time on the CPU: what is read several times stays in its cache.
 CACHED = 2**17
 # Tokens of which the highest logit is looked for first.
@@ -85,8 +84,7 @@ class Teacher:
     def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
         """See `Supervisor`: one pass over the whole vocabulary, of which the draft's columns are kept."""
         hidden_NT = self.hidden_RT[rows]
-        chunk = CHUNK if in_cache(hidden_NT) else CHUNK_ELSEWHERE
-        parts = [_said(self.head(part_NT), draft_ids_W) for part_NT in hidden_NT.split(chunk)]
+        parts = [_said(self.head(part_NT), draft_ids_W) for part_NT in hidden_NT.split(CHUNK)]
         text_N = None if self.text_R is None else draft_index(self.text_R[rows], draft_ids_W)
         top_N, mass_N, p_NW = map(torch.cat, zip(*parts, strict=True))
         return Taught(top_N, mass_N, p_NW, text_N)
