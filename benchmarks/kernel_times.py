@@ -57,7 +57,7 @@ def attention(tiny: bool) -> list[dict[str, Any]]:
         documents, slots = torch.zeros(1, length, dtype=torch.long), torch.arange(length)[None]
         segments = send_to_device(unrolled_segments(documents, slots), DEVICE)
         for shape, (heads, narrow, width) in ({"tiny": (4, 2, 16)} if tiny else HEADS).items():
-            for kernel in ("flash", "flash-attn", *(["eager"] if length <= SPELT_OUT else [])):
+            for kernel in ("flash", "flash-attn", "flex", *(["eager"] if length <= SPELT_OUT else [])):
                 pattern = Unrolled(documents.to(DEVICE), slots.to(DEVICE), kernel, segments)
                 for steps in (1, 7):
                     q, entries = random(length, heads, width), [random(length, narrow, width) for _ in range(2 * steps)]

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from foredraft.draft.attention import kernels, patterns
+from foredraft.draft.attention import kernels, patterns, unrolled
 from foredraft.draft.attention.masked import dense_mask
 from foredraft.loss import chunks
 from foredraft.target import segments, weights
@@ -188,6 +188,27 @@ class Flash(kernels.Eager):
         return kernels.Eager.forward(q, k, v, bounds, scale)
 
 
+class VarlenFlex:
+    """In place of FlexAttention's."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, bounds: kernels.Bounds, scale: float, wanted: bool):
+        """See `flex`."""
+        self.out, self.lse = unrolled.varlen(q, k, v, *bounds, scale, "eager")
+        self.rest = (*bounds, scale, "eager")
+
+    def back(self, *given: Tensor) -> Any:
+        """See `flex`."""
+        return unrolled.varlen_backward(*given, *self.rest)
+
+
+class Generator(torch.Generator):
+    """The CPU's, whatever device it is for."""
+
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        """As the CPU's is made."""
+        return super().__new__(cls)
+
+
 def _sum_of_halves(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
     return torch.addmm(total, left.to(out_dtype), right.to(out_dtype), out=out)
 
@@ -254,8 +275,9 @@ def pretended(capability: tuple[int, int] = (9, 0), devices: int = 1) -> Iterato
         patch.setitem(kernels.KERNELS, "flash", Flash)
         patch.setattr(segments, "_flash", segments._emulated)
         patch.setattr(patterns, "masked_flex", _flex)
+        patch.setattr(unrolled, "VarlenFlex", VarlenFlex)
         patch.setattr(chunks, "find_spec", lambda _: None)  # no Triton
-        patch.setattr(torch, "Generator", lambda device="cpu", of=torch.Generator: of())
+        patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: False)
         swapped = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)

@@ -44,7 +44,10 @@ def test_kernels() -> None:
         cells = part(tiny=True)
         assert any("forward" in cell or "both" in cell for cell in cells)
         for cell in cells:
-            assert "flash-attn" in cell.get("error", "flash-attn")
+            error = cell.get("error", "")
+            assert (
+                not error or (cell["kernel"] == "flash-attn" and "the package" in error) or (cell["kernel"] == "flex" and "CUDA" in error)
+            )
             assert all(cell[key] > 0 for key in {"forward", "backward", "both"} & {*cell})
 
 

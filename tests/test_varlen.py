@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import gradients, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.testing import assert_close
 
 from foredraft import DraftCollator, ForedraftError
@@ -107,11 +108,14 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if name == "flash-attn":
         monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
         monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", emulated.package())
+    if name == "flex":
+        monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # the CPU has no kernels for its way back
     monkeypatch.setattr(merging, "kernel_for", lambda *_: name)
     return name
 
 
-every_kernel = pytest.mark.parametrize("kernel", sorted(kernels.KERNELS), indirect=True)
+behind_the_operator = pytest.mark.parametrize("kernel", sorted(kernels.KERNELS), indirect=True)
+every_kernel = pytest.mark.parametrize("kernel", [*sorted(kernels.KERNELS), "flex"], indirect=True)
 
 
 def inputs(documents: Tensor, slots: Tensor, steps: int, heads: str, dim: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -179,7 +183,7 @@ def test_a_backward_that_is_not_told_of_the_merge_is_caught(kernel: str, monkeyp
     assert (dk - expected[2]).abs().max() > 1e-2
 
 
-@every_kernel
+@behind_the_operator
 @pytest.mark.parametrize("whole", [False, True])
 def test_operator(kernel: str, whole: bool) -> None:
     """Its fake implementation, schema and compiled form agree with it; so do all kernels, forward and backward."""
@@ -239,7 +243,7 @@ def test_padding_to_a_multiple_changes_nothing(algorithm: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 192, 256, 20])
 @pytest.mark.parametrize("rows", BATCHES)
-@pytest.mark.parametrize("name", ["flash", "flash-attn", "eager"])
+@pytest.mark.parametrize("name", ["flash", "flash-attn", "flex", "eager"])
 def test_on_cuda(name: str, rows: str, dim: int) -> None:
     """Real kernels, in bfloat16 and of the same numbers in float64 by the readable one: gaps, rows in vain, grouped heads."""
     if name == "flash-attn":
@@ -287,9 +291,11 @@ class TestChoice:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         assert [kernel_for(cpu, torch.float32, 999, asked) for asked in ("auto", "flash", "eager")] == ["flash-cpu", "flash-cpu", "eager"]
         assert kernel_for(cuda, half, 192) == kernel_for(cuda, half, 192, "flash") == "flash"
-        assert {kernel_for(cuda, torch.float32, 64), kernel_for(cuda, half, 512), kernel_for(cuda, half, 64, "eager")} == {"eager"}
+        assert kernel_for(cuda, torch.float32, 64) == kernel_for(cuda, half, 64, "flex") == "flex"
+        assert {kernel_for(cuda, torch.float32, 8), kernel_for(cuda, half, 512), kernel_for(cuda, half, 64, "eager")} == {"eager"}
         monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name == "flash_attn" else None)
         assert kernel_for(cuda, half, 64, "flash-attn") == "flash-attn"
+        assert kernel_for(cuda, torch.float32, 64) == "eager"
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
         assert kernel_for(cuda, half, 64) == "eager"
 
@@ -321,6 +327,7 @@ class TestChoice:
                 "flash",
                 "wants bfloat16 or float16, heads of 256 at most, compute capability 8.0 or above; found",
             ),
+            ("cuda", torch.float32, 8, "flex", "wants heads of 16 to 256, compute capability 8.0 or above; found"),
             ("cpu", torch.float32, 64, "fast", "unknown attention kernel 'fast': choose auto, flash"),
         ],
     )

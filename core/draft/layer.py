@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ..contracts.draft import DraftModel, KeyValueCache, Pattern
+from .attention.flex import Pass
 from .attention.geometry import Regions, Rotary, normed, region
-from .attention.masked import Pass
 from .attention.unrolled import varlen
 
 

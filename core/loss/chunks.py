@@ -18,7 +18,7 @@ from .teachers import Supervisor, in_cache, is_fake
 
 # Rows of draft logits alive at a time on the CPU: enough for its matrix units.
 CHUNK = 448
-# Teacher rows over the draft's vocabulary alive at a time, in units, on the CPU and elsewhere; here as many as one pass of the target's head.
+# Teacher rows over the draft's vocabulary alive at a time, in units: on the CPU (as many as one pass of the target's head), and elsewhere.
 TEACHERS, TEACHERS_ELSEWHERE = 2, 8
 # Bytes of draft logits alive at a time elsewhere, were they float32.
 BUDGET = 3 * 2**27

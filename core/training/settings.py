@@ -72,8 +72,9 @@ class RunConfig(Rendering):
     hidden_states_room: float | None = Field(
         None, gt=0, description="GiB that they may take: `foredraft capture` runs beside training, which removes what it has read"
     )
-    kernel: Literal["auto", "flash", "flash-attn", "eager"] = Field(
-        "auto", description="of attention in training: torch's own flash, the package flash-attn, or eager; auto: flash where it runs"
+    kernel: Literal["auto", "flash", "flash-attn", "flex", "eager"] = Field(
+        "auto",
+        description="of attention in training: torch's own flash, flash-attn (the package), FlexAttention, or eager; auto: what runs here",
     )
     compile: bool = Field(False, description="compile what lies between a layer's products, see `BaseDraft.compile`")
     matmul_precision: Literal["highest", "high", "medium"] = Field(

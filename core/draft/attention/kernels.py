@@ -176,31 +176,42 @@ WORDS = {
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, asked: str = "auto") -> str:
     """The kernel, of `KERNELS`, for varlen attention on `device`.
 
-    `asked`: "flash" (torch's own, of the CPU or of CUDA), "flash-attn" (the package), "eager", or "auto": flash where it runs, else eager.
-    Raises `ForedraftError` for a kernel that does not run here, saying what it wants.
+    `asked`: "flash" (torch's own, of the CPU or of CUDA), "flash-attn" (the package), "flex" (FlexAttention), "eager", or "auto": the
+    first that runs of flash, flex and eager. Raises `ForedraftError` for a kernel that does not run here, saying what it wants.
     """
     if device.type == "cpu" and asked in ("auto", "flash"):
         return "flash-cpu"
-    if asked not in ("auto", "eager", "flash", "flash-attn"):
-        raise ForedraftError(f"unknown attention kernel '{asked}': choose auto, flash, flash-attn or eager")
-    wants = {
-        "a CUDA device": device.type == "cuda",
-        "bfloat16 or float16": dtype in (torch.bfloat16, torch.float16),
-        "heads of 256 at most": head_dim <= 256,
-    }
+    if asked not in ("auto", "eager", "flash", "flash-attn", "flex"):
+        raise ForedraftError(f"unknown attention kernel '{asked}': choose auto, flash, flash-attn, flex or eager")
+    for name in ("flash", "flex", "eager") if asked == "auto" else (asked,):
+        missing = _missing(name, device, dtype, head_dim)
+        if not missing:
+            return name
+    raise ForedraftError(
+        f"attention kernel '{asked}' wants {', '.join(missing)}; found {dtype} on {device.type}, heads of {head_dim}: "
+        "mend that, or leave the kernel to 'auto'"
+    )
+
+
+def _missing(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """What a kernel wants and does not find."""
+    if kernel == "eager":
+        return []
+    wants = {"a CUDA device": device.type == "cuda"}
+    if kernel == "flex":
+        wants["heads of 16 to 256"] = 16 <= head_dim <= 256
+    else:
+        wants |= {"bfloat16 or float16": dtype in (torch.bfloat16, torch.float16), "heads of 256 at most": head_dim <= 256}
     if device.type == "cuda":
         wants["compute capability 8.0 or above"] = torch.cuda.get_device_capability(device) >= (8, 0)
-    if asked == "flash-attn":
-        wants["the package: pip install 'foredraft[flash]'"] = find_spec("flash_attn") is not None
-    missing = [want for want, there in wants.items() if not there]
-    if asked == "eager" or (missing and asked == "auto"):
-        return "eager"
-    if missing:
-        raise ForedraftError(
-            f"attention kernel '{asked}' wants {', '.join(missing)}; found {dtype} on {device.type}, heads of {head_dim}: "
-            "mend that, or leave the kernel to 'auto'"
-        )
-    return "flash" if asked == "auto" else asked
+    packages = {
+        "flash-attn": ("flash_attn", "the package: pip install 'foredraft[flash]'"),
+        "flex": ("triton", "the package: pip install triton"),
+    }
+    if kernel in packages:
+        package, how = packages[kernel]
+        wants[how] = find_spec(package) is not None
+    return [want for want, there in wants.items() if not there]
 
 
 def ranged_kernel(device: torch.device, asked: str = "auto") -> str:

@@ -5,8 +5,6 @@ And the cache whose entry they read while a draft decodes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from typing import TypedDict
 
 import torch
@@ -15,9 +13,10 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from ...data.collate import Segments, inputs_segments
+from .flex import BlockTable, block_table, masked_flex
 from .geometry import take_rows
 from .kernels import kernel_for, ranged_kernel
-from .masked import BlockTable, MaskFunction, block_table, causal_mask, dense_mask, masked_dense, masked_flex
+from .masked import MaskFunction, causal_mask, dense_mask, in_ranges, masked_dense
 from .unrolled import joint_attention
 
 
@@ -98,14 +97,8 @@ class Ranged:
 
     @property
     def sees(self) -> MaskFunction:
-        """Whether a key is in one of the query's ranges."""
-        # Told apart outside of it: a number among its indices would be a tensor of the device, which torch 2.10 cannot trace.
-        both = list(zip(self.ranges["first"].unbind(-1), self.ranges["end"].unbind(-1), strict=True))
-
-        def within(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return reduce(or_, [(first[batch, query] <= key) & (key < end[batch, query]) for first, end in both])
-
-        return within
+        """See `in_ranges`."""
+        return in_ranges(self.ranges["first"], self.ranges["end"])
 
     def visible(self, batch: int, queries: int, entries: Sequence[int], rows: Tensor | None = None) -> Tensor:
         """See `Pattern.visible`."""

@@ -2,7 +2,8 @@
 
 A varlen kernel runs over the causal keys, and is merged with the own-slot entries by log-sum-exp.
 
-Kernels stand behind an operator of torch, so that fake tensors, compilers and counters of operations know them.
+Kernels stand behind an operator of torch, so that fake tensors, compilers and counters of operations know them; FlexAttention is one
+of torch's own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...contracts.draft import Batch, DraftModel, Layout
 from ...data.collate import Segments, packed_segments, slots_segments, unrolled_segments
+from .flex import VarlenFlex
 from .geometry import Lookup, Regions, region
 from .kernels import KERNELS, PACKED, Bounds, kernel_for, precise
 from .masked import causal_mask
@@ -119,7 +121,9 @@ class _Joint(torch.autograd.Function):
         # What is a view, or wants a gradient, would have regions compiled for itself.
         q, *entries = (x.detach() for x in (q, *entries))  # type: ignore[assignment]
         keys, values = entries[: len(entries) // 2], entries[len(entries) // 2 :]
-        block, lse_HR = varlen(_rows(q, segments), keys[0], values[0], *_bounds(segments), scale, kernel)
+        given = (_rows(q, segments), keys[0], values[0])
+        ctx.flexed = VarlenFlex(*given, _bounds(segments), scale, any(ctx.needs_input_grad)) if kernel == "flex" else None
+        block, lse_HR = varlen(*given, *_bounds(segments), scale, kernel) if ctx.flexed is None else (ctx.flexed.out, ctx.flexed.lse)
         block, lse = _slots(block, segments), _slots(lse_HR.T, segments)
         scores = [region(regions, _products, q, k) * scale for k in keys[1:]]
         total = torch.stack([lse, *scores], dim=-1).logsumexp(-1) if scores else lse
@@ -141,9 +145,8 @@ class _Joint(torch.autograd.Function):
         if segments["asked"] is not None:
             lse_RH = lse_RH.masked_fill(~segments["asked"][:, None], float("inf"))
         rows = [_rows(x, segments) for x in (grad, q)]
-        dq, *first = varlen_backward(
-            *rows, keys[0], values[0], _rows(out, segments), lse_RH.T.contiguous(), *_bounds(segments), ctx.scale, ctx.kernel
-        )
+        given = (*rows, keys[0], values[0], _rows(out, segments), lse_RH.T.contiguous())
+        dq, *first = varlen_backward(*given, *_bounds(segments), ctx.scale, ctx.kernel) if ctx.flexed is None else ctx.flexed.back(*given)
         dq = _slots(dq, segments)
         if segments["repeats"] is not None:
             dq = dq.masked_fill(segments["repeats"][:, None, None], 0)
@@ -157,8 +160,8 @@ class _Joint(torch.autograd.Function):
         return None, None, None, None, dq, *d_keys, *d_values
 
 
-def _bounds(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
-    return segments["cu_q"], segments["cu_k"], segments["max_q"], segments["max_k"]
+def _bounds(segments: Segments) -> Bounds:
+    return Bounds(segments["cu_q"], segments["cu_k"], segments["max_q"], segments["max_k"])
 
 
 def _rows(x_NX: Tensor, segments: Segments) -> Tensor:
