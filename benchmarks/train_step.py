@@ -1,13 +1,13 @@
 """What a training step costs on this machine: seconds and peak memory of every algorithm, by shape and by the share that is supervised.
 
 `OMP_NUM_THREADS=1 python benchmarks/train_step.py [--json FILE]` runs each cell in a process of its own, and prints ratios to the first of
-its shape (EAGLE-3, all supervised). `--shape 2x512` says rows × length. `--column NAME=COMMAND` adds another trainer's: the command is
-given the cell as JSON, and prints `{"seconds": ..., "megabytes": ...}`. `parts` are seconds inside operations: matrix products,
-attention, the others; `GFLOP/s` what the products ran at, `GFLOP/s alone` what a product of that size reaches by itself.
+its shape (EAGLE-3, all supervised). `--shape 2x512` says rows × length. `--column NAME=COMMAND` adds another trainer's (`peers.py`): the
+command is given the cell as JSON, and prints `{"seconds": ..., "megabytes": ...}`; its ratios are to ours of the same cell. `parts` are
+seconds inside operations: matrix products, attention, the others; `GFLOP/s` what the products ran at, `GFLOP/s alone` what a product of
+that size reaches by itself.
 """
 
 import argparse
-import gc
 import json
 import shlex
 import subprocess
@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from footprint import SMALL, footprint
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,15 +27,6 @@ from foredraft import DraftCollator, Target, auto_draft
 from foredraft.training.cost import Shape
 from foredraft.training.sharding import Borrow
 
-SMALL = {
-    "vocab_size": 32_000,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32_768,
-}
 MLA = {"q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 128}
 LATENT = {**SMALL, **MLA, **EXPERTS, "num_key_value_heads": 8, "first_k_dense_replace": 8, "head_dim": 32}
@@ -47,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "MLA": ("deepseek_v3", LATENT, "eagle3", {"ttt_steps": 7, "draft_vocab_size": 8000}),
 }
 """Target's model type and size, algorithm, options."""
-SHAPES, SHARES, ROUNDS = ((2, 512), (1, 2048), (1, 8192)), (1.0, 0.5, 0.25), 5
+SHAPES, SHARES = ((2, 512), (1, 2048), (1, 8192)), (1.0, 0.5, 0.25)
 
 
 def step_of(
@@ -115,24 +106,11 @@ def cell(case: str, rows: int, length: int, share: float) -> dict[str, Any]:
     family, size, algorithm, options = CASES[case]
     capture, step, _ = step_of(AutoConfig.for_model(family, **size), algorithm, options, Shape(rows, length, share))
     signal = capture()
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of making the models
-    before = resource_peak()
-    seconds = []
-    for _ in range(ROUNDS):
-        start = time.process_time()
-        step(signal)
-        seconds.append(time.process_time() - start)
-    megabytes = (resource_peak() - before) / 1024
+    found = footprint(lambda: step(signal))
     with Parts() as parts:
         step(signal)
     rates = {"GFLOP/s": parts.flop / parts.seconds["products"] / 1e9, "GFLOP/s alone": rate_alone()}
-    return {"seconds": median(seconds[1:]), "megabytes": megabytes, "parts": parts.seconds, **rates}
-
-
-def resource_peak() -> int:
-    """KiB that this process has had in memory at most, on Linux."""
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return {**found, "parts": parts.seconds, **rates}
 
 
 def measured(command: list[str], given: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +126,7 @@ def main() -> None:
     """Print a line per cell."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", action="append", metavar="ROWSxLENGTH", help="these alone")
+    parser.add_argument("--share", action="append", type=float, help="these alone")
     parser.add_argument("--case", action="append", choices=CASES, help="these alone")
     parser.add_argument("--column", action="append", default=[], metavar="NAME=COMMAND", help="another trainer, see above")
     parser.add_argument("--json", type=Path, help="write all cells there")
@@ -158,13 +137,15 @@ def main() -> None:
     for rows, length in [tuple(map(int, shape.split("x"))) for shape in asked.shape or ()] or SHAPES:
         first: dict[str, Any] = {}
         for case in asked.case or CASES:
-            for share in SHARES:
+            for share in asked.share or SHARES:
                 given = {"case": case, "rows": rows, "length": length, "share": share}
+                ours: dict[str, Any] = {}
                 for column, command in columns.items():
                     found = measured(command, given)
-                    first = first or found
+                    first, beside = first or found, ours or first or found
+                    ours = ours or found
                     ratios = {
-                        f"{name} ratio": found[name] / first[name] for name in ("seconds", "megabytes") if name in found and name in first
+                        f"{name} ratio": found[name] / beside[name] for name in ("seconds", "megabytes") if name in found and name in beside
                     }
                     cells.append({"column": column, **given, **found, **ratios})
                     print(json.dumps(cells[-1]), flush=True)
