@@ -245,6 +245,13 @@ def pretended(capability: tuple[int, int] = (9, 0), devices: int = 1) -> Iterato
         places = [torch.device("cuda", place) if isinstance(place, int) else place for place in places]
         return next((model.to(place) for place in places if str(place) != "disk"), model)
 
+    def by_documents(*given: Any) -> Tensor:
+        """As a kernel for CUDA does, which reads the documents' ends where they are."""
+        before = operators.waits
+        out = segments._emulated(*given)
+        operators.waits = before
+        return out
+
     with pytest.MonkeyPatch.context() as patch:
         said = {
             "is_available": True,
@@ -273,7 +280,7 @@ def pretended(capability: tuple[int, int] = (9, 0), devices: int = 1) -> Iterato
             patch.setattr(module, "is_plain", lambda weight: as_it_is(getattr(weight, "held", weight)))
         patch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(loaded))
         patch.setitem(kernels.KERNELS, "flash", Flash)
-        patch.setattr(segments, "_flash", segments._emulated)
+        patch.setattr(segments, "_flash", by_documents)
         patch.setattr(patterns, "masked_flex", _flex)
         patch.setattr(unrolled, "VarlenFlex", VarlenFlex)
         patch.setattr(chunks, "find_spec", lambda _: None)  # no Triton

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 from transformers import CONFIG_MAPPING
 
-from foredraft import Target, TreeShape, auto_draft, generate
+from foredraft import DraftCollator, Target, TreeShape, auto_draft, generate
 from foredraft.decoding.families import tiny_model
 from foredraft.decoding.tree import TreeDrafter
 from foredraft.training.run import train
@@ -90,6 +90,22 @@ def test_a_step_is_the_cpus_and_waits_for_nothing(step: str, half: bool) -> None
         assert cuda.waits == 0
         assert all(isinstance(x, There) for x in (*out["metrics"].values(), *gradients(draft).values()))
         assert_close(out["loss"].detach().cpu(), expected, rtol=0.05 if half else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "deepseek_v3"])
+def test_a_target_is_run_without_waiting(family: str) -> None:
+    """By documents, which half precision is run by: windows, latent attention, experts. transformers' own masks wait for positions."""
+    with pretended() as cuda:
+        model = deepcopy(tiny_model(CONFIG_MAPPING[family])).to("cuda", torch.bfloat16)
+        draft = auto_draft(model.config, "eagle3", ttt_steps=2)
+        target = Target(model, draft.config.aux_layers)
+        rows = tiny_rows([["uuaaaaaaaau", "uuaaauubbbbb"], ["uuaaau"]])
+        batch = tree_map(partial(moved, "cuda"), DraftCollator(draft.algorithm)(rows))
+        cuda.waits = 0
+        signal = target.capture(batch)
+        signal.head(signal.hidden_BST[0])
+        assert cuda.waits == 0
+        assert isinstance(signal.aux_BSA, There)
 
 
 @pytest.mark.parametrize(
