@@ -1,9 +1,10 @@
 """Everything that needs a GPU, in ten minutes, into one JSON: `python benchmarks/gpu_report.py REPORT.json`.
 
 `pytest -m gpu`, times of kernels (`kernel_times.py`), and steps of drafts for an 8B target (random weights, from its config): by algorithm,
-length of row and share supervised, EAGLE-3 compiled and checkpointed, too; seconds of the target's forward and of a step from its states,
-tokens/s with and without the target, MFU on needed FLOPs (`foredraft.training.cost`), peak memory. A part runs in a process of its own
-within a limit of time; what it gave, or why it did not, is written as soon as it ends. `--tiny` rehearses all on the CPU at sizes that
+length of row and share supervised, EAGLE-3 compiled and checkpointed, too; seconds of the target's forward, of a step from its states and
+of AdamW, tokens/s with and without the target, peak memory. A part runs in a process of its own within a limit of time; what it gave, or
+why it did not, is written as soon as it ends. `--count` adds to such a report, afterwards and on any machine, what is counted: needed
+FLOPs, MFU on them, and the bytes that `foredraft plan` foretells beside the real peak. `--tiny` rehearses all on the CPU at sizes that
 say nothing.
 """
 
@@ -12,14 +13,13 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import transformers
-from train_step import step_of
+from train_step import pair_of, step_of
 from transformers import LlamaConfig
 
 from foredraft import auto_draft
@@ -53,7 +53,7 @@ STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 WAYS = ("compiled", "checkpointed")
 """How EAGLE-3 is trained once more."""
 LENGTHS, TINY_LENGTHS, SHARES = (4096, 16_384, 32_768), (32, 64), (1.0, 0.5, 0.25)
-WARM, TIMED = 2, 4
+WARM, TIMED = 1, 3
 ROOT = Path(__file__).parent.parent
 LIMIT, TESTS, PART = 570, 200, 120
 """Seconds of all parts, of the tests, and of any other."""
@@ -61,65 +61,81 @@ LIMIT, TESTS, PART = 570, 200, 120
 
 def parts(tiny: bool) -> dict[str, list[str]]:
     """What is run, by name, the most wanted first."""
-    steps = [f"{name} {length}" for length in (TINY_LENGTHS if tiny else LENGTHS) for name in STEPS]
-    steps[len(STEPS) : len(STEPS)] = [f"{steps[0]} {way}" for way in WAYS]
-    own = {step: [sys.executable, __file__, "--part", step, *(["--tiny"] if tiny else [])] for step in steps}
-    first = dict(list(own.items())[: len(STEPS)])
+    names = [*STEPS, *(f"eagle3 {way}" for way in WAYS)]
+    own = {name: [sys.executable, __file__, "--part", name, *(["--tiny"] if tiny else [])] for name in names}
     tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_gpu.py")]
     timed = [sys.executable, str(ROOT / "benchmarks" / "kernel_times.py")]
-    kernels = {name: [*timed, name, *own[steps[0]][4:]] for name in ("attention", "ranged", "loss")}
-    return {"tests": tests if tiny else [*tests[:-1], str(ROOT / "tests")], **first, **kernels, **own}
+    kernels = {name: [*timed, name, *(["--tiny"] if tiny else [])] for name in ("attention", "ranged", "loss")}
+    return {"eagle3": own.pop("eagle3"), "tests": tests if tiny else [*tests[:-1], str(ROOT / "tests")], **own, **kernels}
 
 
 def steps(part: str, tiny: bool) -> list[dict[str, Any]]:
-    """A cell per share that is supervised; memory that is not enough is told, and ends the part."""
-    algorithm, length, *way = part.split()
-    config, options = LlamaConfig(**(TINY if tiny else LARGE)), STEPS[algorithm][tiny]
+    """A cell per length and share that is supervised; memory that is not enough is told. Other ways have the first length alone."""
+    algorithm, *way = part.split()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cells: list[dict[str, Any]] = []
-    for share in SHARES:
-        shape = Shape(1, int(length), share)
-        try:
-            cells.append({"share": share, **timed(config, algorithm, options, shape, device, way)})
-        except torch.OutOfMemoryError as error:
-            cells.append({"share": share, "error": str(error)[:300]})
-        print(json.dumps(cells), flush=True)
-    return cells
-
-
-def timed(config: Any, algorithm: str, options: dict[str, Any], shape: Shape, device: str, way: Sequence[str] = ()) -> dict[str, Any]:
-    """Seconds, tokens/s, MFU and memory of one shape; `way`: of `WAYS`."""
-    checkpointed = "checkpointed" in way
-    cost = count_step(lambda: auto_draft(config, algorithm, **options), config, shape, checkpointing=checkpointed)
-    capture, step, draft = step_of(config, algorithm, options, shape, device, torch.bfloat16)
-    if checkpointed:
+    target, draft = pair_of(LlamaConfig(**(TINY if tiny else LARGE)), algorithm, STEPS[algorithm][tiny], device, torch.bfloat16)
+    if "checkpointed" in way:
         draft.gradient_checkpointing_enable()
     if "compiled" in way:
         draft.compile(backend="inductor" if device == "cuda" else "eager")
+    lengths = TINY_LENGTHS if tiny else LENGTHS
+    cells: list[dict[str, Any]] = []
+    for length in lengths[:1] if way else lengths:
+        for share in SHARES:
+            try:
+                cells.append({"length": length, "share": share, **timed(target, draft, Shape(1, length, share), device)})
+            except torch.OutOfMemoryError as error:
+                cells.append({"length": length, "share": share, "error": str(error)[:300]})
+            print(json.dumps(cells), flush=True)
+    return cells
+
+
+def timed(target: Any, draft: Any, shape: Shape, device: str) -> dict[str, Any]:
+    """Seconds, tokens/s and memory of one shape."""
+    capture, step = step_of(target, draft, shape)
+    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=0.0, fused=device == "cuda")
     weights = 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         weights = torch.cuda.memory_allocated()
-    seconds: dict[str, list[float]] = {"target": [], "step": []}
+    marks = []
     for _ in range(WARM + TIMED):
-        start = now(device)
+        marks.append([now(device)])
         signal = capture()
-        between = now(device)
+        marks[-1].append(now(device))
         step(signal)
-        seconds["target"].append(between - start)
-        seconds["step"].append(now(device) - between)
-    target, own = (median(seconds[part][WARM:]) for part in ("target", "step"))
-    peak = 1e12 * peak_of(None, None)[1]
-    online, stored = cost.tokens / (target + own), cost.tokens / own
+        marks[-1].append(now(device))
+        if len(marks) == 1:  # before there are moments
+            most = torch.cuda.max_memory_allocated() - weights if device == "cuda" else None
+        optimizer.step()
+        marks[-1].append(now(device))
+    seconds = {name: median(m[i + 1] - m[i] for m in marks[WARM:]) for i, name in enumerate(("target", "step", "optimizer"))}
+    stored = seconds["step"] + seconds["optimizer"]
     return {
-        "seconds": {"target": target, "step": own},
-        "tokens_per_second": {"online": online, "stored": stored},
-        "mfu": {"online": online * cost.per_token() / peak, "stored": stored * cost.per_token(stored=True) / peak},
-        "needed_gflop_per_token": {name: n / cost.tokens / 1e9 for name, n in cost.flops.items()},
-        "counted_bytes": cost.step_bytes,
-        "step_bytes": torch.cuda.max_memory_allocated() - weights if device == "cuda" else None,
+        "seconds": seconds,
+        "tokens_per_second": {"online": shape.length / (seconds["target"] + stored), "stored": shape.length / stored},
+        "step_bytes": most,
         "weight_bytes": weights or None,
     }
+
+
+def count(report: dict[str, Any]) -> None:
+    """Add what is counted to the cells of a report."""
+    tiny = report["tiny"]
+    for part, told in report["parts"].items():
+        algorithm, *way = part.split()
+        for cell in told.get("found") or [] if algorithm in STEPS else []:
+            config, shape = LlamaConfig(**(TINY if tiny else LARGE)), Shape(1, cell["length"], cell["share"])
+            make = lambda name=algorithm: auto_draft(config, name, **STEPS[name][tiny])  # noqa: B023, E731
+            cost = count_step(make, config, shape, checkpointing="checkpointed" in way)
+            cell["needed_gflop_per_token"] = {name: n / cost.tokens / 1e9 for name, n in cost.flops.items()}
+            cell["counted_bytes"] = cost.step_bytes
+            if speeds := cell.get("tokens_per_second"):
+                cell["mfu"] = {
+                    name: speed * cost.per_token(name == "stored") / report["peak_tflops"] / 1e12 for name, speed in speeds.items()
+                }
+            if cell.get("step_bytes"):
+                cell["counted_of_real"] = cost.step_bytes / cell["step_bytes"]
 
 
 def now(device: str) -> float:
@@ -152,13 +168,19 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="on the CPU, at sizes that say nothing")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of all parts together; more for each, too")
     parser.add_argument("--part", help="one part, in this process")
+    parser.add_argument("--count", action="store_true", help="run nothing; add to the report what is counted")
     asked = parser.parse_args()
     if asked.part:
         steps(asked.part, asked.tiny)
         return
+    if asked.count:
+        report = json.loads(asked.report.read_text())
+        count(report)
+        asked.report.write_text(json.dumps(report, indent=1))
+        return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
-    report: dict[str, Any] = {"device": device, "tiny": asked.tiny, "versions": versions, "peak_tflops": peak_of(None, None)[1]}
+    report = {"device": device, "tiny": asked.tiny, "versions": versions, "peak_tflops": peak_of(None, None)[1]}
     report["parts"] = {}
     end = time.time() + asked.limit
     for name, command in parts(asked.tiny).items():

@@ -41,10 +41,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 SHAPES, SHARES = ((2, 512), (1, 2048), (1, 8192)), (1.0, 0.5, 0.25)
 
 
-def step_of(
-    config: Any, algorithm: str, options: dict[str, Any], shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[Callable[[], Any], Callable[[Any], None], Any]:
-    """(what the target says of a batch, a step from that, the draft): of random weights, in `dtype` by autocast, without an optimizer."""
+def pair_of(
+    config: Any, algorithm: str, options: dict[str, Any], device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Target, Any]:
+    """A target in `dtype` and a draft of it, of random weights."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -53,6 +53,12 @@ def step_of(
     target = Target(model.to(device), draft.config.aux_layers, draft.algorithm.needs)
     draft.take_head(target)
     Borrow(model, dtype).on_train_begin(None, None, None, model=draft)  # as the trainer does with what is frozen
+    return target, draft
+
+
+def step_of(target: Target, draft: Any, shape: Shape) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """(what the target says of a batch, a step from that): in the target's dtype by autocast, without an optimizer."""
+    device, dtype = target.model.device, target.model.dtype
     batch = send_to_device(DraftCollator(draft.algorithm)(shape.packed()), device)
 
     def capture() -> Any:
@@ -60,11 +66,11 @@ def step_of(
 
     def step(signal: Any) -> None:
         draft.zero_grad()
-        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = draft(batch, signal)["loss"]
         loss.backward()
 
-    return capture, step, draft
+    return capture, step
 
 
 class Parts(TorchDispatchMode):
@@ -104,7 +110,7 @@ def rate_alone() -> float:
 def cell(case: str, rows: int, length: int, share: float) -> dict[str, Any]:
     """Median CPU seconds of a step from the target's states, what the first takes of memory beyond weights and states, and one's parts."""
     family, size, algorithm, options = CASES[case]
-    capture, step, _ = step_of(AutoConfig.for_model(family, **size), algorithm, options, Shape(rows, length, share))
+    capture, step = step_of(*pair_of(AutoConfig.for_model(family, **size), algorithm, options), Shape(rows, length, share))
     signal = capture()
     found = footprint(lambda: step(signal))
     with Parts() as parts:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import gpu_report
 import kernel_times
 
-PARTS = [*(f"{name} 32" for name in gpu_report.STEPS), pytest.param("eagle3 32 compiled checkpointed", marks=pytest.mark.slow)]
+PARTS = [*gpu_report.STEPS, pytest.param("eagle3 compiled checkpointed", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -28,12 +28,21 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.mark.parametrize("part", PARTS)
 def test_steps(device: str, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A cell, told as soon as it is there."""
+    """A cell, told as soon as it is there; what is counted is added behind."""
     monkeypatch.setattr(gpu_report, "SHARES", (0.5,))
-    (cell,) = gpu_report.steps(part, tiny=True)
-    assert json.loads(capsys.readouterr().out) == [cell]
+    monkeypatch.setattr(gpu_report, "TINY_LENGTHS", (32,))
+    cells = gpu_report.steps(part, tiny=True)
+    assert json.loads(capsys.readouterr().out) == cells
+    report = {
+        "tiny": True,
+        "peak_tflops": 1.0,
+        "parts": {part: {"found": cells}, "tests": {"found": ["1 passed"]}, "loss": {"status": "no time left"}},
+    }
+    gpu_report.count(report)
+    (cell,) = cells
     assert cell["tokens_per_second"]["stored"] > cell["tokens_per_second"]["online"] > 0
     assert 0 < cell["mfu"]["online"] < 1
+    assert cell["counted_bytes"] > 0
     assert (cell["step_bytes"] is None) == (device == "cpu")
 
 
