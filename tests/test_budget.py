@@ -67,6 +67,16 @@ def test_eagle3(once: None, checkpointing: bool, megabytes: float, calls: int) -
     assert layers <= 1.01 * (needed + 6 * embedded)  # the embedding's half, once for all steps
 
 
+@pytest.mark.parametrize(("checkpointing", "megabytes"), [(False, 0.12), (True, 0.16)], ids=["all kept", "checkpointed"])
+def test_what_is_not_supervised_costs_little(checkpointing: bool, megabytes: float) -> None:
+    """A row with three such tokens for each supervised one, beside a row of these alone: a further token's share. Its states are 0.033."""
+    make = lambda: auto_draft(LLAMA_8B, "eagle3", draft_vocab_size=WIDTH, ttt_steps=7)  # noqa: E731
+    rows = [Shape(length=LENGTH), Shape(length=4 * LENGTH, supervised=0.25)]
+    costs = [count_step(make, LLAMA_8B, row, checkpointing=checkpointing, run_target=False) for row in rows]
+    further = (costs[1].step_bytes - costs[0].step_bytes) / (costs[1].tokens - costs[0].tokens)
+    assert 0.033e6 < further < megabytes * 1e6
+
+
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
