@@ -16,8 +16,8 @@ from .readable import METRICS
 from .rows import Against, Found, differentiate
 from .teachers import Supervisor, in_cache, is_fake
 
-# Rows of draft logits alive at a time on the CPU: enough for its matrix units.
-CHUNK = 448
+# Rows of draft logits alive at a time on the CPU: enough for its matrix units; fewer of wide vocabularies, of so many numbers together.
+CHUNK, NUMBERS = 448, 2**23
 # Teacher rows over the draft's vocabulary alive at a time, in units: on the CPU (as many as one pass of the target's head), and elsewhere.
 TEACHERS, TEACHERS_ELSEWHERE = 2, 8
 # Bytes of draft logits alive at a time elsewhere, were they float32.
@@ -26,7 +26,9 @@ BUDGET = 3 * 2**27
 
 def rows_at_once(width: int, states_ND: Tensor) -> int:
     """How many rows of draft logits over `width` tokens are alive at a time, where these states are."""
-    return CHUNK if in_cache(states_ND) else min(max(BUDGET // (4 * width), 512), 8192) // 128 * 128
+    if in_cache(states_ND):
+        return min(CHUNK, max(128, NUMBERS // width))
+    return min(max(BUDGET // (4 * width), 512), 8192) // 128 * 128
 
 
 def method(states_ND: Tensor, objective: ObjectiveBase) -> Callable[[Tensor, Against, bool], Found]:
