@@ -94,6 +94,7 @@ def timed(target: Any, draft: Any, shape: Shape, device: str) -> dict[str, Any]:
     """Seconds, tokens/s and memory of one shape."""
     capture, step = step_of(target, draft, shape)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=0.0, fused=device == "cuda")
+    draft.zero_grad()  # of the shape before
     weights = 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -147,7 +147,7 @@ class TestMask:
     @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
     @pytest.mark.parametrize("kernel", ["auto", "flex"])
     @pytest.mark.parametrize("last", [True, False])
-    def test_attention_over_it(self, kernel: str, last: bool) -> None:
+    def test_attention_over_it(self, kernel: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Beyond a block of FlexAttention, and no multiple of one; queries are a part of the inputs."""
         torch.manual_seed(0)
         batch = tiny_batch(DFlash(block_size=5), tiny_rows([["uu" + "a" * 30, "uaaa"], ["u" + "a" * 20]], 41))
@@ -158,6 +158,7 @@ class TestMask:
         rows_BQ = drafting_slots(batch["anchors"], 41, 5, 0) if last else None
         mask_BQK = mask_BQK[:, drafting_slots(batch["anchors"], 0, 5, 0)[0]] if last else mask_BQK
         q, k, v = torch.randn(2, 4, mask_BQK.shape[1], 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)
+        monkeypatch.setattr("foredraft.draft.attention.kernels._missing", lambda name, *_: [] if name in (kernel, "dense") else ["CUDA"])
         out = Ranged(batch["ranges"], kernel).attend(q, [k], [v], 0.3, rows_BQ)
         assert_close(out, spelt_out(q, k, v, mask_BQK, 0.3), rtol=1e-4, atol=1e-5)
         check_table(batch["ranges"]["queries" if last else "every"], mask_BQK)

@@ -148,7 +148,7 @@ class TestMask:
 
     @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
     @pytest.mark.parametrize(("kernel", "rows"), [("auto", True), ("auto", False), ("flex", True), ("flex", False)])
-    def test_attention_over_it(self, kernel: str, rows: bool) -> None:
+    def test_attention_over_it(self, kernel: str, rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """131 and more elements: beyond a block of FlexAttention, and no multiple of one."""
         torch.manual_seed(0)
         batch = tiny_batch(PEagle(), tiny_rows([["uu" + "a" * 50, "uaaa"], ["u" + "a" * 20]], 61))
@@ -157,6 +157,7 @@ class TestMask:
         assert count % 128
         rows_BQ = batch["supervised"] if rows else torch.arange(count).expand(2, -1)
         q, k, v = torch.randn(2, 4, rows_BQ.shape[1], 8), torch.randn(2, 2, count, 8), torch.randn(2, 2, count, 8)
+        monkeypatch.setattr("foredraft.draft.attention.kernels._missing", lambda name, *_: [] if name in (kernel, "dense") else ["CUDA"])
         out = Ranged(batch["ranges"], kernel).attend(q, [k], [v], 0.3, batch["supervised"] if rows else None)
         mask_BQK = self.spelt_out(batch, 8).gather(1, rows_BQ[:, :, None].expand(-1, -1, count))
         assert_close(out, spelt_out(q, k, v, mask_BQK, 0.3), rtol=1e-4, atol=1e-5)

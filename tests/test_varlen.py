@@ -308,10 +308,16 @@ class TestChoice:
         assert tiny_draft(tiny_target(), "medusa").attention_kernel(torch.device("cpu"), torch.float32) == ""
 
     @pytest.mark.parametrize("algorithm", ["peagle", "dflash"])
-    def test_of_ranges(self, algorithm: str) -> None:
-        draft = tiny_draft(tiny_target(), algorithm)
+    def test_of_ranges(self, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        narrow = tiny_draft(tiny_target(), algorithm)  # heads of 8
+        assert narrow.attention_kernel(torch.device("cuda"), torch.bfloat16).startswith("dense, ")
+        draft = tiny_draft(tiny_target(hidden=64), algorithm)
         named = [draft.attention_kernel(torch.device(device), torch.bfloat16).split(",")[0] for device in ("cuda", "cpu")]
         assert named == ["flex", "dense"]
+        draft.kernel = "flex"
+        with pytest.raises(ForedraftError, match="attention kernel .flex. wants a CUDA device; found"):
+            draft.attention_kernel(torch.device("cpu"), torch.float32)
         draft.kernel = "flash-attn"
         with pytest.raises(ForedraftError, match="attention kernel 'flash-attn': this draft's queries see ranges of keys"):
             draft.attention_kernel(torch.device("cuda"), torch.bfloat16)

@@ -123,10 +123,7 @@ class BaseDraft(DraftParts):
         Raises `ForedraftError` for one that was asked for and does not run there.
         """
         dims: list[int] = [dim for module in self.modules() if isinstance(dim := getattr(module, "head_dim", None), int)]
-        if self.algorithm.by_ranges:
-            name = ranged_kernel(device, self.kernel)
-        else:
-            name = kernel_for(device, dtype, max(dims, default=0), self.kernel)
+        name = (ranged_kernel if self.algorithm.by_ranges else kernel_for)(device, dtype, max(dims, default=0), self.kernel)
         return f"{name}, {WORDS[name]}" if dims else ""
 
     @classmethod

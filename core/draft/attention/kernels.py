@@ -7,7 +7,7 @@ their word: each weight is exp(score - lse), the softmax's correction Σ grad·o
 these (a merge), so is the gradient; rows whose log-sum-exp is +inf give none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -183,19 +183,39 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, asked: s
         return "flash-cpu"
     if asked not in ("auto", "eager", "flash", "flash-attn", "flex"):
         raise ForedraftError(f"unknown attention kernel '{asked}': choose auto, flash, flash-attn, flex or eager")
-    for name in ("flash", "flex", "eager") if asked == "auto" else (asked,):
+    return _first(("flash", "flex", "eager") if asked == "auto" else (asked,), device, dtype, head_dim)
+
+
+def ranged_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, asked: str = "auto") -> str:
+    """The kernel for attention over ranges of keys (`Ranged`): "flex" or "dense", masks of a few queries at a time.
+
+    `asked`: "flex", "eager" (the masks), or "auto": the first that runs. Raises `ForedraftError` for a kernel that knows no ranges, or
+    does not run here, saying what it wants.
+    """
+    names = {"auto": ("flex", "dense"), "flex": ("flex",), "eager": ("dense",)}
+    if asked not in names:
+        raise ForedraftError(
+            f"attention kernel '{asked}': this draft's queries see ranges of keys, which it does not know; leave the kernel to 'auto' "
+            "(FlexAttention on CUDA, masks of a few queries at a time elsewhere), or ask for 'eager'"
+        )
+    return _first(names[asked], device, dtype, head_dim)
+
+
+def _first(names: Sequence[str], device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The first kernel that lacks nothing; raises for the last."""
+    for name in names:
         missing = _missing(name, device, dtype, head_dim)
         if not missing:
             return name
     raise ForedraftError(
-        f"attention kernel '{asked}' wants {', '.join(missing)}; found {dtype} on {device.type}, heads of {head_dim}: "
+        f"attention kernel '{name}' wants {', '.join(missing)}; found {dtype} on {device.type}, heads of {head_dim}: "
         "mend that, or leave the kernel to 'auto'"
     )
 
 
 def _missing(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
     """What a kernel wants and does not find."""
-    if kernel == "eager":
+    if kernel in ("eager", "dense"):
         return []
     wants = {"a CUDA device": device.type == "cuda"}
     if kernel == "flex":
@@ -204,27 +224,11 @@ def _missing(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: in
         wants |= {"bfloat16 or float16": dtype in (torch.bfloat16, torch.float16), "heads of 256 at most": head_dim <= 256}
     if device.type == "cuda":
         wants["compute capability 8.0 or above"] = torch.cuda.get_device_capability(device) >= (8, 0)
-    packages = {
-        "flash-attn": ("flash_attn", "the package: pip install 'foredraft[flash]'"),
-        "flex": ("triton", "the package: pip install triton"),
-    }
-    if kernel in packages:
-        package, how = packages[kernel]
-        wants[how] = find_spec(package) is not None
+    if kernel == "flex":
+        wants["the package: pip install triton"] = find_spec("triton") is not None
+    if kernel == "flash-attn":
+        wants["the package: pip install 'foredraft[flash]'"] = find_spec("flash_attn") is not None
     return [want for want, there in wants.items() if not there]
-
-
-def ranged_kernel(device: torch.device, asked: str = "auto") -> str:
-    """The kernel for attention over ranges of keys (`Ranged`): "flex" on CUDA, "dense" elsewhere and where "eager" is asked for.
-
-    Raises `ForedraftError` for a kernel that knows no ranges.
-    """
-    if asked not in ("auto", "flex", "eager"):
-        raise ForedraftError(
-            f"attention kernel '{asked}': this draft's queries see ranges of keys, which it does not know; leave the kernel to 'auto' "
-            "(FlexAttention on CUDA, masks of a few queries at a time elsewhere), or ask for 'eager'"
-        )
-    return "flex" if asked == "flex" or (asked == "auto" and device.type == "cuda") else "dense"
 
 
 def precise(x: Tensor) -> torch.dtype:

@@ -106,7 +106,7 @@ class Ranged:
 
     def attend(self, q_BHQd: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, rows: Tensor | None = None) -> Tensor:
         """Attention over the one entry of `keys` and `values`; see `Pattern.attend`."""
-        if ranged_kernel(q_BHQd.device, self.kernel) == "flex":
+        if ranged_kernel(q_BHQd.device, q_BHQd.dtype, q_BHQd.shape[-1], self.kernel) == "flex":
             rows_BQ = _places(rows, q_BHQd.shape[2], keys[0].shape[2], q_BHQd.device).expand(len(q_BHQd), -1)
             table = self.ranges["every" if rows is None else "queries"]
             return masked_flex(q_BHQd, keys[0], values[0], self.sees, rows_BQ, table, scale)
