@@ -316,7 +316,7 @@ class TestChoice:
         named = [draft.attention_kernel(torch.device(device), torch.bfloat16).split(",")[0] for device in ("cuda", "cpu")]
         assert named == ["flex", "dense"]
         draft.kernel = "flex"
-        with pytest.raises(ForedraftError, match="attention kernel .flex. wants a CUDA device; found"):
+        with pytest.raises(ForedraftError, match="wants a CUDA device; found"):
             draft.attention_kernel(torch.device("cpu"), torch.float32)
         draft.kernel = "flash-attn"
         with pytest.raises(ForedraftError, match="attention kernel 'flash-attn': this draft's queries see ranges of keys"):
