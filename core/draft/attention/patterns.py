@@ -89,7 +89,7 @@ def ranges(first_BNR: Tensor, end_BNR: Tensor, rows_BQ: Tensor, own: int | None 
 
 @dataclass(frozen=True)
 class Ranged:
-    """A query sees a few ranges of keys (P-EAGLE, DFlash): FlexAttention on CUDA, elsewhere dense in chunks."""
+    """A query sees a few ranges of keys (P-EAGLE, DFlash): FlexAttention where it runs, elsewhere dense in chunks."""
 
     ranges: Ranges
     kernel: str = "auto"
