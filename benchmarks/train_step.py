@@ -56,15 +56,20 @@ def pair_of(
     return target, draft
 
 
-def step_of(target: Target, draft: Any, shape: Shape) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """(what the target says of a batch, a step from that): in the target's dtype by autocast, without an optimizer."""
+def collator_of(draft: Any, device: torch.device) -> DraftCollator:
+    """As the trainer's for this device."""
+    return DraftCollator(draft.algorithm, multiple=128 if device.type == "cuda" else 1)
+
+
+def step_of(target: Target, draft: Any, shape: Shape) -> tuple[Callable[[], Any], Callable[..., None]]:
+    """(what the target says of a batch, a step from that or another's): in the target's dtype by autocast, without an optimizer."""
     device, dtype = target.model.device, target.model.dtype
-    batch = send_to_device(DraftCollator(draft.algorithm)(shape.packed()), device)
+    batch = send_to_device(collator_of(draft, device)(shape.packed()), device)
 
     def capture() -> Any:
         return target.capture(batch)
 
-    def step(signal: Any) -> None:
+    def step(signal: Any, batch: Any = batch) -> None:
         draft.zero_grad()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = draft(batch, signal)["loss"]
