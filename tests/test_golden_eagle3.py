@@ -9,9 +9,10 @@ import torch
 from recorded import CONFIG, Recorded
 from torch import Tensor
 from torch.testing import assert_close
+from transformers import LlamaConfig
 
 from foredraft import auto_draft
-from foredraft.loss import Teacher, reference, step_weights
+from foredraft.loss import Teacher, objective, reference, step_weights
 
 STEPS, DECAY = 3, 0.8
 
@@ -20,12 +21,16 @@ STEPS, DECAY = 3, 0.8
 class Golden(Recorded):
     """One file, and our draft with its weights; slots are the flattened [B·T] positions of the file."""
 
-    fc_norm: bool
-    norm_output: bool
+    fc_norm: bool = False
+    norm_output: bool = False
+    target = CONFIG
 
     @cached_property
     def draft(self) -> Any:
-        draft = auto_draft(CONFIG, "eagle3", ttt_steps=STEPS, fc_norm=self.fc_norm, norm_output=self.norm_output, draft_vocab_size=128)
+        size = len(self.tensors["inputs.selected_token_ids"])
+        draft = auto_draft(
+            self.target, "eagle3", ttt_steps=STEPS, fc_norm=self.fc_norm, norm_output=self.norm_output, draft_vocab_size=size
+        )
         draft.load_state_dict(self.ours("weights"), strict=True)
         draft.embed_tokens.requires_grad_(False)
         return draft
@@ -89,6 +94,38 @@ class Golden(Recorded):
         return torch.stack([share * self.step_loss(k) for k, share in enumerate(shares)]).sum()
 
 
+@dataclass
+class WithLK(Golden):
+    """NeMo's LK losses: its λ is one per step, of the step's mean α, with cross-entropy for KL, so a weighted sum of ours. It takes α over the
+    draft's vocabulary alone."""
+
+    target = LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16})
+
+    @cached_property
+    def teacher_logits(self) -> Tensor:
+        """Over the target's vocabulary, of which the draft's is all there is."""
+        logits_RV = super().teacher_logits
+        return logits_RV.masked_fill(~torch.isin(torch.arange(logits_RV.shape[1]), self.draft.draft_ids), float("-inf"))
+
+    def slots(self, step: int) -> Tensor:
+        """Those that have a loss."""
+        return self.tensors[f"step{step}.position_mask"].flatten().nonzero()[:, 0]
+
+    def step_loss(self, step: int) -> Tensor:
+        """A mean."""
+        slots = self.slots(step)
+        asked: Any = "nla"
+
+        def found(loss: Any) -> Any:
+            states, share = [self.states[step].flatten(0, 1)[slots]], [torch.tensor(1 / len(slots))]
+            return reference(self.draft, states, self.teacher, [slots + step], share, objective(loss))
+
+        if self.name.endswith("lambda"):
+            scale = float((-3 * found("tv").acceptance[0].mean()).exp())
+            asked = {"ce": scale, "tv": 1 - scale}
+        return found(asked).loss  # type: ignore[no-any-return]
+
+
 FILES = {
     "nemo_eagle3": (False, False),
     "nemo_eagle31": (True, True),
@@ -128,6 +165,22 @@ def test_step_loss(golden: Golden, step: int) -> None:
 
 
 def test_loss_and_gradients(golden: Golden) -> None:
+    golden.check_loss(golden.draft, golden.total_loss)
+
+
+@pytest.mark.parametrize("kind", ["alpha", "lambda"])
+def test_lk(kind: str) -> None:
+    """What is taught, every step's loss, and the gradients of all."""
+    golden = WithLK(f"nemo_lk_{kind}")
+    for step in range(STEPS):
+        slots, here = golden.slots(step), f"step{step}"
+        logits_NW, taught = (
+            golden.draft.compute_logits(golden.states[step]).flatten(0, 1)[slots],
+            golden.teacher.at(slots + step, golden.draft.draft_ids),
+        )
+        assert_close(logits_NW, golden.tensors[f"{here}.logits"].flatten(0, 1)[slots], rtol=1e-5, atol=1e-5)
+        assert_close(taught.p_RW, golden.tensors[f"{here}.target_probs"].flatten(0, 1)[slots], rtol=1e-5, atol=1e-6)
+        assert_close(golden.step_loss(step), golden.tensors[f"{here}.loss"], rtol=1e-5, atol=1e-6)
     golden.check_loss(golden.draft, golden.total_loss)
 
 

@@ -8,7 +8,7 @@ from recorded import Recorded
 from torch import Tensor
 from torch.testing import assert_close
 
-from foredraft.loss import Taught, objective, step_weights
+from foredraft.loss import Taught, objective
 from foredraft.loss.rows import Against, differentiate
 
 
@@ -33,19 +33,3 @@ def test_speculators(ours: str, theirs: str) -> None:
     assert_close(loss_N, tensors[f"{theirs}.elementwise"], rtol=1e-5, atol=1e-6)
     assert_close(gradient_NW, tensors[f"{theirs}.grad"], rtol=1e-4, atol=1e-6)
     assert rows_of(*arguments, mass=0.5)[2].lt(accepted_N).all()
-
-
-@pytest.mark.parametrize("kind", ["alpha", "lambda"])
-def test_nemo(kind: str) -> None:
-    """Its LK-λ has one λ per step, of the step's mean α, and cross-entropy for KL: a weighted sum of ours."""
-    tensors, total = Recorded(f"nemo_lk_{kind}").tensors, torch.zeros(())
-    for step, share in enumerate(step_weights(3, 0.8)):
-        here = tensors[f"step{step}.position_mask"][..., 0].bool()
-        logits_NW, p_NW = tensors[f"step{step}.logits"][here], tensors[f"step{step}.target_probs"][here]
-        ones = torch.ones(len(p_NW))
-        scale = float((-3 * rows_of(logits_NW, p_NW, ones, "tv")[2].mean()).exp())
-        asked: Any = "nla" if kind == "alpha" else {"ce": scale, "tv": 1 - scale}
-        loss = rows_of(logits_NW, p_NW, ones, asked)[0].mean()
-        assert_close(loss, tensors[f"step{step}.loss"], rtol=1e-5, atol=1e-6)
-        total = total + share * loss
-    assert_close(total, tensors["loss"], rtol=1e-5, atol=1e-6)
