@@ -96,8 +96,10 @@ class Golden(Recorded):
 
 @dataclass
 class WithLK(Golden):
-    """NeMo's LK losses: its λ is one per step, of the step's mean α, with cross-entropy for KL, so a weighted sum of ours. It takes α over the
-    draft's vocabulary alone."""
+    """NeMo's LK losses. LK-λ has one λ per step, of the step's mean α, and cross-entropy for KL: a weighted sum of ours.
+
+    It takes α over the draft's vocabulary alone.
+    """
 
     target = LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16})
 

@@ -1,4 +1,4 @@
-"""Objectives against recorded losses of speculators and NeMo Automodel (see golden/README.md), whose α is over the draft's vocabulary."""
+"""Objectives against recorded losses of speculators (see golden/README.md), whose α is over the draft's vocabulary."""
 
 from typing import Any
 
