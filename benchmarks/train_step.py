@@ -3,8 +3,8 @@
 `OMP_NUM_THREADS=1 python benchmarks/train_step.py [--json FILE]` runs each cell in a process of its own, and prints ratios to the first of
 its shape (EAGLE-3, all supervised). `--shape 2x512` says rows × length. `--column NAME=COMMAND` adds another trainer's (`peers.py`): the
 command is given the cell as JSON, and prints `{"seconds": ..., "megabytes": ...}`; its ratios are to ours of the same cell. `parts` are
-seconds inside operations: matrix products, attention, the others; `GFLOP/s` what the products ran at, `GFLOP/s alone` what a product of
-that size reaches by itself.
+seconds inside operations: matrix products, attention, the others; `products alone` what the same products, of the same operands' sizes and
+layouts, take by themselves; `bound` the share of a step that these and attention are: what of it the machine's rate of products explains.
 """
 
 import argparse
@@ -13,8 +13,10 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -86,30 +88,34 @@ class Parts(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seconds = dict.fromkeys(("products", "attention", "others"), 0.0)
-        self.flop = 0
+        self.products = Counter[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it with a watch."""
-        start = time.perf_counter()
+        start = time.process_time()
         result = func(*args, **(kwargs or {}))
         name = str(func)
         part = "products" if name.startswith(self.PRODUCTS) else "attention" if name.startswith(self.ATTENTION) else "others"
-        self.seconds[part] += time.perf_counter() - start
+        self.seconds[part] += time.process_time() - start
         if part == "products":
-            left, right = [x for x in args if isinstance(x, torch.Tensor)][-2:]
-            self.flop += 2 * left.numel() * right.shape[-1]
+            self.products[
+                func, *((x.shape, x.stride(), x.dtype) for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor))
+            ] += 1
         return result
 
-
-def rate_alone() -> float:
-    """GFLOP/s of a product as large as a draft's (1,024 rows, 512 to 1,536 features), the best of twenty."""
-    x_ND, w_HD = torch.randn(1024, 512), torch.randn(1536, 512)
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        torch.nn.functional.linear(x_ND, w_HD)
-        seconds.append(time.perf_counter() - start)
-    return 2 * x_ND.numel() * len(w_HD) / min(seconds) / 1e9
+    def products_alone(self) -> float:
+        """Seconds of these products on operands of the same shapes and strides, the median of five each."""
+        total = 0.0
+        for (func, *of), count in self.products.items():
+            operands = [torch.empty_strided(shape, stride, dtype=dtype).normal_() for shape, stride, dtype in of]
+            out = {"out": operands.pop()} if str(func).endswith(".out") else {}
+            seconds = []
+            for _ in range(5):
+                start = time.process_time()
+                func(*operands, **out)
+                seconds.append(time.process_time() - start)
+            total += count * median(seconds)
+        return total
 
 
 def cell(case: str, rows: int, length: int, share: float) -> dict[str, Any]:
@@ -120,8 +126,9 @@ def cell(case: str, rows: int, length: int, share: float) -> dict[str, Any]:
     found = footprint(lambda: step(signal))
     with Parts() as parts:
         step(signal)
-    rates = {"GFLOP/s": parts.flop / parts.seconds["products"] / 1e9, "GFLOP/s alone": rate_alone()}
-    return {**found, "parts": parts.seconds, **rates}
+    alone = parts.products_alone()
+    bound = (alone + parts.seconds["attention"]) / found["seconds"]
+    return {**found, "parts": parts.seconds, "products alone": alone, "bound": bound}
 
 
 def measured(command: list[str], given: dict[str, Any]) -> dict[str, Any]:

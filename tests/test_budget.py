@@ -80,6 +80,21 @@ def test_what_is_not_supervised_costs_little(checkpointing: bool, megabytes: flo
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
+        ("eagle3", {"ttt_steps": 7, "draft_vocab_size": WIDTH}),
+        ("peagle", {"num_depths": 8, "num_layers": 1, "draft_vocab_size": WIDTH}),
+        ("dflash", {"block_size": 16, "num_layers": 1}),
+    ],
+)
+def test_up_to_16384_tokens_each_takes_what_those_before_took(algorithm: str, options: dict[str, Any]) -> None:
+    """From 8,192 tokens to twice as many a step grows by twice what it grew by from 4,096."""
+    make = lambda: auto_draft(LLAMA_8B, algorithm, **options)  # noqa: E731
+    first, second, third = (count_step(make, LLAMA_8B, Shape(length=n), run_target=False).step_bytes for n in (4096, 8192, 16_384))
+    assert third - second <= 2.02 * (second - first)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
         ("eagle3", {"ttt_steps": 3}),
         ("peagle", {"num_depths": 3}),
         ("dflash", {"block_size": 4, "anchors": 8}),
