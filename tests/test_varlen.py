@@ -293,6 +293,11 @@ class TestChoice:
         assert kernel_for(cuda, half, 192) == kernel_for(cuda, half, 192, "flash") == "flash"
         assert kernel_for(cuda, torch.float32, 64) == kernel_for(cuda, half, 64, "flex") == "flex"
         assert {kernel_for(cuda, torch.float32, 8), kernel_for(cuda, half, 512), kernel_for(cuda, half, 64, "eager")} == {"eager"}
+        with monkeypatch.context() as patch:  # FlexAttention runs compiled alone
+            patch.setenv("TORCH_COMPILE_DISABLE", "1")
+            assert kernel_for(cuda, torch.float32, 64) == "eager"
+            with pytest.raises(ForedraftError, match="'flex' wants TORCH_COMPILE_DISABLE unset; found"):
+                kernel_for(cuda, half, 64, "flex")
         monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name == "flash_attn" else None)
         assert kernel_for(cuda, half, 64, "flash-attn") == "flash-attn"
         assert kernel_for(cuda, torch.float32, 64) == "eager"

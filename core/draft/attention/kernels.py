@@ -7,6 +7,7 @@ their word: each weight is exp(score - lse), the softmax's correction Σ grad·o
 these (a merge), so is the gradient; rows whose log-sum-exp is +inf give none.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
@@ -226,6 +227,7 @@ def _missing(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: in
         wants["compute capability 8.0 or above"] = torch.cuda.get_device_capability(device) >= (8, 0)
     if kernel == "flex":
         wants["the package: pip install triton"] = find_spec("triton") is not None
+        wants["TORCH_COMPILE_DISABLE unset"] = os.environ.get("TORCH_COMPILE_DISABLE") != "1"
     if kernel == "flash-attn":
         wants["the package: pip install 'foredraft[flash]'"] = find_spec("flash_attn") is not None
     return [want for want, there in wants.items() if not there]
