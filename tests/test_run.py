@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import CHATML, tiny_draft, tiny_target, tiny_tokenizer
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -294,3 +295,14 @@ def test_an_untrained_draft(
     refused = init("draft_vocab_size=100", "ttt_stps=3")
     for why in ("is there already", "name some (--data)", "did you mean 'ttt_steps'"):
         assert why in refused
+
+
+def test_ranks_part_when_they_are_done(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that outlives its process's interpreter may take it down."""
+    (tmp_path / "run.yaml").write_text(json.dumps(fields))
+    monkeypatch.setattr("foredraft.training.run.train", lambda config: Path(config.output_dir) / "draft")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr("sys.argv", ["foredraft", "train", str(tmp_path / "run.yaml")])
+    with pytest.raises(SystemExit):
+        main()
+    assert not dist.is_initialized()

@@ -1,5 +1,6 @@
 """Run by test_training.py under torchrun: short trainings whose weights and logs rank 0 writes to directories in the one given."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import conftest  # noqa: F401
 import torch
+import torch.distributed as dist
 from rigged import predictable_target, trainer_of, written_rows
 from tiny import tiny_draft
 from torch.distributed.tensor import DTensor
@@ -62,3 +64,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for name, fields in WAYS.items():
         run(Path(sys.argv[1]) / name, 2, **fields)
+    gc.collect()  # of DDP first, whose end may wait for the group forever
+    dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Commands on a run: `foredraft train`, `capture`, `plan`, `report`; and `init`, which needs none."""
 
+import gc
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,11 +43,16 @@ def train(
     from ..training.settings import RunConfig
 
     config = RunConfig.load(run, overrides or [])  # before torch is loaded: a misspelt key is told at once
+    import torch.distributed as dist
+
     from ..training.run import train as carry_out
 
     draft = carry_out(config)
     print(f"\ndraft: {draft}\ncurves: {draft.parent / 'training.png'}")
     print(f"next: foredraft eval --target {config.target} --draft {draft} --prompts FILE")
+    if dist.is_initialized():  # its threads must not outlive the interpreter, nor DDP it
+        gc.collect()
+        dist.destroy_process_group()
 
 
 @loads_target
