@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from footprint import SMALL, footprint
+from footprint import ROUNDS, SMALL, footprint
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -104,18 +104,16 @@ class Parts(TorchDispatchMode):
         return result
 
     def products_alone(self) -> float:
-        """Seconds of these products on operands of the same shapes and strides, the median of five each."""
-        total = 0.0
-        for (func, *of), count in self.products.items():
-            operands = [torch.empty_strided(shape, stride, dtype=dtype).normal_() for shape, stride, dtype in of]
-            out = {"out": operands.pop()} if str(func).endswith(".out") else {}
-            seconds = []
-            for _ in range(5):
+        """Seconds of these products on operands of the same sizes and strides, one kind after the other; the median of all rounds."""
+        rounds = [0.0] * ROUNDS
+        for i in range(ROUNDS):
+            for (func, *of), count in self.products.items():
+                operands = [torch.empty_strided(shape, stride, dtype=dtype).normal_() for shape, stride, dtype in of]
+                out = {"out": operands.pop()} if str(func).endswith(".out") else {}
                 start = time.process_time()
                 func(*operands, **out)
-                seconds.append(time.process_time() - start)
-            total += count * median(seconds)
-        return total
+                rounds[i] += count * (time.process_time() - start)
+        return median(rounds)
 
 
 def cell(case: str, rows: int, length: int, share: float) -> dict[str, Any]:
