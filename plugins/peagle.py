@@ -22,7 +22,7 @@ from foredraft.draft import Fused
 from foredraft.draft.attention import Causal, DecodingCache, Lookup, Ranged, ranges
 from foredraft.draft.attention.patterns import Ranges
 from foredraft.draft.config import eagle_fields
-from foredraft.loss import Loss, Minimising, Teacher, chunked
+from foredraft.loss import Loss, Minimising, Teacher, chunked, in_turn
 
 
 class PEagleOptions(Frozen):
@@ -143,7 +143,7 @@ class PEagle(AlgorithmBase[PEagleOptions], Minimising):
         share = 1 / batch["counts"].sum().clamp(min=1)
         return chunked(
             draft,
-            (states_ND[query] for query in batch["queries"]),
+            in_turn(states_ND, batch["queries"]),
             Teacher.of(signal, batch["teacher_rows"], batch["input_ids"]),
             batch["teachers"],
             [share] * len(batch["queries"]),

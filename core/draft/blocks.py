@@ -15,7 +15,7 @@ from ..contracts.options import Frozen
 from ..contracts.signal import Signal
 from ..contracts.spec import DraftSpec
 from ..errors import ForedraftError
-from ..loss import Labels, Loss, Minimising, Teacher, chunked
+from ..loss import Labels, Loss, Minimising, Teacher, chunked, in_turn
 from .attention import Ranged, ranges
 from .attention.patterns import Ranges
 from .wiring import Prefix
@@ -157,7 +157,7 @@ class BlockAlgorithm(AlgorithmBase[OptionsT], Minimising):
 
     def supervised(self, draft: DraftModel, states_ND: Tensor, batch: Batch, signal: Signal, weights: Sequence[Tensor]) -> Step:
         """The objective at the trained ones of all slots that draft [B·M·K, D], with these weights for each drafted position."""
-        states, ids_BS = [states_ND[query] for query in batch["queries"]], batch["input_ids"]
+        states, ids_BS = in_turn(states_ND, batch["queries"]), batch["input_ids"]
         if not self.objective.needs_teacher:
             return chunked(draft, states, Labels(self.texts(batch)), batch["labels"], weights, self.objective)
         teacher = Teacher.of(signal, batch["teacher_rows"], ids_BS)

@@ -20,15 +20,16 @@ from .teachers import Supervisor, in_cache, is_fake
 CHUNK, NUMBERS = 448, 2**23
 # Teacher rows over the draft's vocabulary alive at a time, in units: on the CPU (as many as one pass of the target's head), and elsewhere.
 TEACHERS, TEACHERS_ELSEWHERE = 2, 8
-# Bytes of draft logits alive at a time elsewhere, were they float32.
-BUDGET = 3 * 2**27
+# Bytes of draft logits alive at a time elsewhere, were they float32, and how many rows at least: each chunk adds to a gradient as wide as the
+# vocabulary, which fewer rows do not outweigh.
+BUDGET, LEAST = 3 * 2**27, 2048
 
 
 def rows_at_once(width: int, states_ND: Tensor) -> int:
     """How many rows of draft logits over `width` tokens are alive at a time, where these states are."""
     if in_cache(states_ND):
         return min(CHUNK, max(128, NUMBERS // width))
-    return min(max(BUDGET // (4 * width), 512), 8192) // 128 * 128
+    return min(max(BUDGET // (4 * width), LEAST), 8192) // 128 * 128
 
 
 def method(states_ND: Tensor, objective: ObjectiveBase) -> Callable[[Tensor, Against, bool], Found]:
@@ -77,6 +78,11 @@ def chunked(
     counts = [torch.full_like(loss, len(row), requires_grad=False) for row in rows]
     sums = torch.stack([part_3N.sum(1) for part_3N in parts], dim=1)
     return Step(loss, dict(zip(METRICS, (torch.stack(counts), *sums), strict=True)), [part_3N[1] for part_3N in parts])
+
+
+def in_turn(states_ND: Tensor, queries: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The states of each step's rows, for `chunked`; taken together, their gradient is put back row by row in one pass."""
+    return states_ND.index_select(0, torch.cat(tuple(queries))).split([len(query) for query in queries])
 
 
 def step_weights(steps: int, decay: float) -> list[float]:

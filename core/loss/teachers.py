@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..contracts.signal import Signal
 
-# Rows of full-vocabulary logits alive at a time.
-CHUNK = 256
+# Rows of full-vocabulary logits alive at a time: on the CPU, and elsewhere, where a pass over the head is worth more rows.
+CHUNK, CHUNK_ELSEWHERE = 256, 512
 # Numbers of a tensor looked at at a time on the CPU: what is read several times stays in its cache.
 CACHED = 2**17
 # Tokens of which the highest logit is looked for first.
@@ -84,7 +84,8 @@ class Teacher:
     def at(self, rows: Tensor | slice, draft_ids_W: Tensor) -> Taught:
         """See `Supervisor`: one pass over the whole vocabulary, of which the draft's columns are kept."""
         hidden_NT = self.hidden_RT[rows]
-        parts = [_said(self.head(part_NT), draft_ids_W) for part_NT in hidden_NT.split(CHUNK)]
+        size = CHUNK if in_cache(hidden_NT) else CHUNK_ELSEWHERE
+        parts = [_said(self.head(part_NT), draft_ids_W) for part_NT in hidden_NT.split(size)]
         text_N = None if self.text_R is None else draft_index(self.text_R[rows], draft_ids_W)
         top_N, mass_N, p_NW = map(torch.cat, zip(*parts, strict=True))
         return Taught(top_N, mass_N, p_NW, text_N)

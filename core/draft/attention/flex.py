@@ -126,9 +126,20 @@ def _attended(
     block_mask = BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=lengths)
     # Sizes that happen to agree the first time are not taken to be one.
     with torch._dynamo.config.patch(recompile_limit=GRAPHS), symbolic_shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-        aux = AuxRequest(lse=with_lse)
-        out, said = _flex(q.is_cuda)(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=aux)
+        given = {"block_mask": block_mask, "scale": scale, "enable_gqa": True, "return_aux": AuxRequest(lse=with_lse)}
+        out, said = _flex(q.is_cuda)(q, k, v, **given, kernel_options=_options(q))
     return (out, said.lse) if with_lse else (out,)
+
+
+def _options(q: Tensor) -> dict[str, Any]:
+    """What a GPU's kernel is not left to choose (torch 2.11 to 2.14).
+
+    Its other kernel, for fewer queries than a block has, wants as many queries as keep grouped heads within one. Of widths beyond 128 it
+    knows few by name, and reads ahead more of the others' keys than shared memory holds.
+    """
+    unknown = 128 < q.shape[-1] < 256
+    stages = {"fwd_num_stages": 1 if q.dtype == torch.float32 else 2} if unknown else {}
+    return {"FORCE_USE_FLEX_ATTENTION": True, **stages}
 
 
 @cache
