@@ -10,12 +10,14 @@ rehearses all on the CPU at sizes that say nothing.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from contextlib import redirect_stdout
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
+from signal import SIGKILL
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -61,7 +63,7 @@ WAYS = ("compiled", "checkpointed")
 LENGTHS, TINY_LENGTHS, SHARES = (4096, 16_384, 32_768), (32, 64), (1.0, 0.5, 0.25)
 WARM, TIMED, WORKERS = 1, 3, 2
 ROOT = Path(__file__).parent.parent
-LIMIT, TESTS, PART = 570, 200, 120
+LIMIT, TESTS, PART = 570, 150, 110
 """Seconds of all parts, of the tests, and of any other."""
 
 
@@ -72,7 +74,8 @@ def parts(tiny: bool) -> dict[str, list[str]]:
     tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_gpu.py")]
     timed = [sys.executable, str(ROOT / "benchmarks" / "kernel_times.py")]
     kernels = {name: [*timed, name, *(["--tiny"] if tiny else [])] for name in ("attention", "ranged", "loss")}
-    return {"eagle3": own.pop("eagle3"), "tests": tests if tiny else [*tests[:-1], str(ROOT / "tests")], **own, **kernels}
+    first = {"eagle3": own.pop("eagle3"), "tests": tests if tiny else [*tests[:-1], str(ROOT / "tests")]}
+    return {**first, **kernels, **own}
 
 
 def steps(part: str, tiny: bool) -> list[dict[str, Any]]:
@@ -86,13 +89,13 @@ def steps(part: str, tiny: bool) -> list[dict[str, Any]]:
         draft.compile(backend="inductor" if device == "cuda" else "eager")
     lengths = TINY_LENGTHS if tiny else LENGTHS
     cells: list[dict[str, Any]] = []
-    for length in lengths[:1] if way else lengths:
-        for share in SHARES:
-            try:
-                cells.append({"length": length, "share": share, **timed(target, draft, Shape(1, length, share), device)})
-            except torch.OutOfMemoryError as error:
-                cells.append({"length": length, "share": share, "error": str(error)[:300]})
-            print(json.dumps(cells), flush=True)
+    # What takes longest comes last: a part that is cut off has told the rest.
+    for share, length in [*product(SHARES, lengths[:1]), *(product(SHARES, lengths[1:]) if not way else ())]:
+        try:
+            cells.append({"length": length, "share": share, **timed(target, draft, Shape(1, length, share), device)})
+        except torch.OutOfMemoryError as error:
+            cells.append({"length": length, "share": share, "error": str(error)[:300]})
+        print(json.dumps(cells), flush=True)
     return cells
 
 
@@ -139,14 +142,16 @@ def from_store(target: Any, draft: Any, shape: Shape, states: dict[str, Any], st
         collator = collator_of(draft, device)
         collator.read_states = store.states
         marks = []
-        batches = DataLoader(rows * (WARM + TIMED + 1), collate_fn=collator, num_workers=WORKERS, pin_memory=device.type == "cuda")
-        for batch in batches:
+        by_workers = {"num_workers": WORKERS, "prefetch_factor": 1} if WORKERS else {}
+        batches = WARM + WORKERS + 1  # until memory that was pinned once is used again
+        loader = DataLoader(rows * (batches + TIMED), collate_fn=collator, pin_memory=device.type == "cuda", **by_workers)
+        for batch in loader:
             moved = send_to_device(batch, device, non_blocking=True)
             aux_BSA = moved["states"]["aux"]
             step(Signal(aux_BSA, moved["states"].get("hidden", aux_BSA), target.head), moved)
             optimizer.step()
             marks.append(now(device.type))
-    return median(b - a for a, b in pairwise(marks[WARM:]))
+    return median(b - a for a, b in pairwise(marks[batches - 1 :]))
 
 
 def count(report: dict[str, Any]) -> None:
@@ -178,11 +183,14 @@ def now(device: str) -> float:
 def run(command: list[str], limit: float) -> dict[str, Any]:
     """What a part gave: the JSON of its last line if it is that, else its last lines; and how it ended."""
     start = time.time()
-    try:
-        out = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=ROOT / "benchmarks", check=False)
-        said, status = out.stdout, "done" if out.returncode in (0, 5) else f"status {out.returncode}: {out.stderr[-1500:]}"
-    except subprocess.TimeoutExpired as late:
-        said, status = (late.stdout or b"").decode(), f"cut off after {limit:.0f} s"
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT / "benchmarks", start_new_session=True, **pipes) as part:
+        try:
+            said, told = part.communicate(timeout=limit)
+            status = "done" if part.returncode in (0, 5) else f"status {part.returncode}: {told[-1500:]}"
+        except subprocess.TimeoutExpired:
+            os.killpg(part.pid, SIGKILL)  # its workers, too: they hold the GPU's memory
+            said, status = part.communicate()[0], f"cut off after {limit:.0f} s"
     lines = said.strip().splitlines()
     try:
         found = json.loads(lines[-1]) if lines else None

@@ -27,6 +27,7 @@ from foredraft.training.settings import RunConfig
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"ttt_steps": 3, "num_layers": 2}),
     "reduced": ("eagle3", {"ttt_steps": 2, "draft_vocab_size": 30}),
+    "longrope": ("eagle3", {"ttt_steps": 2}),
     "eagle31": ("eagle31", {"ttt_steps": 2}),
     "peagle": ("peagle", {"num_depths": 3, "num_layers": 2}),
     "dflash": ("dflash", {"block_size": 4, "num_layers": 2}),
@@ -40,6 +41,8 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {"ttt_steps": 2}),
     "mtp": ("mtp", {"head": "mimo"}),
 }
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4}
+LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 FAMILIES = ("deepseek_v3", "gpt_oss", "gemma4_text", "qwen3_next", "nemotron_h", "deepseek_v4", "mamba2", "hy_v4")
 TEXT = torch.tensor([[5, 6, 7, 5, 6]])
 
@@ -71,10 +74,13 @@ def test_what_is_pretended() -> None:
         assert cuda.waits == 3
 
 
-@pytest.mark.parametrize(("step", "half"), [rarely((step, half), half or step == "eagle3") for step in STEPS for half in (False, True)])
+@pytest.mark.parametrize(
+    ("step", "half"), [rarely((step, half), half or step in ("eagle3", "longrope")) for step in STEPS for half in (False, True)]
+)
 def test_a_step_is_the_cpus_and_waits_for_nothing(step: str, half: bool) -> None:
     algorithm, options = STEPS[step]
-    model = tiny_target(hidden=64)  # heads of 16, the least that FlexAttention takes
+    rope = {"rope_parameters": LONGROPE} if step == "longrope" else {}
+    model = tiny_target(hidden=64, **rope)  # heads of 16, the least that FlexAttention takes
     draft = tiny_draft(model, algorithm, **options).train()
     batch = tiny_batch(draft.algorithm, tiny_rows([["uuaaaaaaaau", "uuaaauubbbbb"]]))
     torch.manual_seed(0)  # some add noise to states

@@ -20,8 +20,8 @@ from .teachers import Supervisor, in_cache, is_fake
 CHUNK, NUMBERS = 448, 2**23
 # Teacher rows over the draft's vocabulary alive at a time, in units: on the CPU (as many as one pass of the target's head), and elsewhere.
 TEACHERS, TEACHERS_ELSEWHERE = 2, 8
-# Bytes of draft logits alive at a time elsewhere, were they float32, and how many rows at least: each chunk adds to a gradient as wide as the
-# vocabulary, which fewer rows do not outweigh.
+# Bytes of draft logits alive at a time elsewhere, were they float32; and rows at least, as each chunk reads and writes the gradient of the
+# whole head, which fewer rows do not outweigh.
 BUDGET, LEAST = 3 * 2**27, 2048
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -153,6 +154,7 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self, accelerator: Any):
         self.accelerator = accelerator
+        self.group: Any = None
         self.received: int = 0
         """By this rank, at any time."""
         self.agreed: int = 0
@@ -187,8 +189,10 @@ class StopOnSignal(TrainerCallback):
         """Ask for a checkpoint, and for the end."""
         self.agreed = self.received
         if self.accelerator.num_processes > 1:
-            number = torch.tensor([self.received], device=self.accelerator.device)
-            self.agreed = int(self.accelerator.gather(number).max())
+            self.group = self.group or dist.new_group(backend="gloo")  # by way of the devices all would wait for them
+            number = torch.tensor(self.received)
+            dist.all_reduce(number, dist.ReduceOp.MAX, self.group)
+            self.agreed = int(number)
         if self.agreed:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False

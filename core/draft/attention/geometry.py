@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import unwrap
 from typing import Any, TypeVar
 
 import torch
@@ -85,6 +86,9 @@ def rotated(x_BSHd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([*parts, rest] if rest.shape[-1] else parts, dim=-1)
 
 
+_unchosen = torch.no_grad()(unwrap(LlamaRotaryEmbedding.forward))
+
+
 class DraftRotaryEmbedding(LlamaRotaryEmbedding):
     """Llama's; where the config has an `mrope_section` and tokens are placed in several components, each frequency turns by its own.
 
@@ -94,7 +98,8 @@ class DraftRotaryEmbedding(LlamaRotaryEmbedding):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, Q, d] at positions [B, Q], or [C, B, Q] in components."""
         if position_ids.ndim == 2:
-            return super().forward(x, position_ids)
+            # The short and the long texts' frequencies are one (`rope_of`): to choose, transformers would wait for the positions.
+            return _unchosen(self, x, position_ids) if self.rope_type == "longrope" else super().forward(x, position_ids)
         each = [super(DraftRotaryEmbedding, self).forward(x, positions_BQ) for positions_BQ in position_ids]
         cos, sin = (torch.stack(parts) for parts in zip(*each, strict=True))
         component_d = self._components(cos.shape[-1] // 2).repeat(2)[: cos.shape[-1]]
