@@ -219,12 +219,15 @@ def _missing(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: in
     if kernel in ("eager", "dense"):
         return []
     wants = {"a CUDA device": device.type == "cuda"}
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     if kernel == "flex":
-        wants["heads of 16 to 256"] = 16 <= head_dim <= 256
+        # Other cards have 100 KiB of shared memory, for which FlexAttention's blocks of wider heads are too large.
+        most = 256 if capability == (8, 0) or capability[0] in (9, 10) else 128
+        wants[f"heads of 16 to {most}"] = 16 <= head_dim <= most
     else:
         wants |= {"bfloat16 or float16": dtype in (torch.bfloat16, torch.float16), "heads of 256 at most": head_dim <= 256}
     if device.type == "cuda":
-        wants["compute capability 8.0 or above"] = torch.cuda.get_device_capability(device) >= (8, 0)
+        wants["compute capability 8.0 or above"] = capability >= (8, 0)
     if kernel == "flex":
         wants["the package: pip install triton"] = find_spec("triton") is not None
         wants["TORCH_COMPILE_DISABLE unset"] = os.environ.get("TORCH_COMPILE_DISABLE") != "1"
