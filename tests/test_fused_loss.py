@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from foredraft import ForedraftError
 from foredraft.contracts.algorithm import Step, pairs_by_teacher
 from foredraft.contracts.objective import RowObjective, Spelt
-from foredraft.loss import Labels, Taught, Teacher, chunked, chunks, objective, reference, rows, teachers
+from foredraft.loss import Labels, Taught, Teacher, chunked, chunks, in_turn, objective, reference, rows, teachers
 from foredraft.loss.readable import METRICS
 from foredraft.loss.rows import Against, Found
 from foredraft.registry import default_registry
@@ -441,3 +441,14 @@ def test_the_kernels_compile(capability: int) -> None:
             source = ASTSource(fn=kernel, signature=names, constexprs=constants)
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernels.WARPS})
             assert len(made.asm["cubin"]) > 0
+
+
+def test_states_of_the_steps_in_turn() -> None:
+    """Rows as asked for, steps without any included; their gradients come back to the rows they were taken of."""
+    states_ND = torch.randn(5, 3, requires_grad=True)
+    queries = [torch.tensor([4, 0]), torch.tensor([], dtype=torch.long), torch.tensor([4])]
+    taken = in_turn(states_ND, queries)
+    assert all(torch.equal(part, states_ND[query]) for part, query in zip(taken, queries, strict=True))
+    torch.cat(list(taken)).sum().backward()
+    assert states_ND.grad is not None
+    assert states_ND.grad[:, 0].tolist() == [1, 0, 0, 0, 2]
