@@ -152,6 +152,9 @@ class TestPlan:
         epoch = plan.text.tokens * 6
         seconds = epoch / other.tokens_per_second["online"] + (other.tokens - epoch) / other.tokens_per_second["stored"]
         assert other.hours == pytest.approx(seconds / 3600 / 2)
+        online = plan_run(RunConfig.check({**more, "hidden_states_cache": None}), tflops=10)
+        waiting = {part: other.memory[part] - online.memory[part] for part in ("step", "sum")}
+        assert waiting == dict.fromkeys(waiting, 2 * 8 * 64 * 4 * 32 * 2), "the states of two more micro-batches, bfloat16"
 
     def test_without_data_or_with_a_draft(self, fields: dict[str, Any], tmp_path: Path) -> None:
         fields["data"] = {"train": "nobody/nothing.jsonl", "max_length": 64}

@@ -295,7 +295,8 @@ class TestChoice:
         assert {kernel_for(cuda, torch.float32, 8), kernel_for(cuda, half, 512), kernel_for(cuda, half, 64, "eager")} == {"eager"}
         with monkeypatch.context() as patch:  # a card of less shared memory
             patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-            assert [kernel_for(cuda, torch.float32, width) for width in (128, 192)] == ["flex", "eager"]
+            assert [kernel_for(cuda, torch.float32, width) for width in (64, 128)] == ["flex", "eager"]
+            assert [kernels.ranged_kernel(cuda, half, width) for width in (128, 192)] == ["flex", "dense"]
         with monkeypatch.context() as patch:  # FlexAttention runs compiled alone
             patch.setenv("TORCH_COMPILE_DISABLE", "1")
             assert kernel_for(cuda, torch.float32, 64) == "eager"
@@ -341,7 +342,7 @@ class TestChoice:
                 "flash",
                 "wants bfloat16 or float16, heads of 256 at most, compute capability 8.0 or above; found",
             ),
-            ("cuda", torch.float32, 8, "flex", "wants heads of 16 to 128, compute capability 8.0 or above; found"),
+            ("cuda", torch.float32, 8, "flex", "wants heads of 16 to 64, compute capability 8.0 or above; found"),
             ("cpu", torch.float32, 64, "fast", "unknown attention kernel 'fast': choose auto, flash"),
         ],
     )

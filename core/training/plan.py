@@ -116,6 +116,8 @@ def plan_run(config: RunConfig, *, device: str | None = None, tflops: float | No
     first = min(tokens or 1e9, epoch or float("inf")) if config.hidden_states_cache else tokens or 1e9
     seconds = first / speed["online"] + ((tokens or 1e9) - first) / speed["stored"]
     draft = fullest.draft
+    # transformers' Trainer fetches all micro-batches of a step before the first.
+    waiting = (micro - 1) * fullest.state_bytes if config.hidden_states_cache else 0
     kept = KEPT[config.hidden_states_dtype] or settings["target_dtype"]
     scale = 4 / target.get_text_config().hidden_size if kept == FLOAT8 else 0
     stored = round(fullest.state_bytes / fullest.tokens / settings["target_dtype"].itemsize * (kept.itemsize + scale))
@@ -134,8 +136,8 @@ def plan_run(config: RunConfig, *, device: str | None = None, tflops: float | No
         memory={
             "draft and optimizer": fullest.draft_bytes,
             "target": fullest.target_bytes,
-            "step": fullest.step_bytes,
-            "sum": fullest.peak_bytes,
+            "step": fullest.step_bytes + waiting,
+            "sum": fullest.peak_bytes + waiting,
         },
         device=name,
         tflops=peak,

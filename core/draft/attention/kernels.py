@@ -222,7 +222,7 @@ def _missing(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: in
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     if kernel == "flex":
         # Other cards have 100 KiB of shared memory, for which FlexAttention's blocks of wider heads are too large.
-        most = 256 if capability == (8, 0) or capability[0] in (9, 10) else 128
+        most = 256 if capability == (8, 0) or capability[0] in (9, 10) else 256 // dtype.itemsize
         wants[f"heads of 16 to {most}"] = 16 <= head_dim <= most
     else:
         wants |= {"bfloat16 or float16": dtype in (torch.bfloat16, torch.float16), "heads of 256 at most": head_dim <= 256}
