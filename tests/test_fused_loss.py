@@ -447,8 +447,8 @@ def test_states_of_the_steps_in_turn() -> None:
     """Rows as asked for, steps without any included; their gradients come back to the rows they were taken of."""
     states_ND = torch.randn(5, 3, requires_grad=True)
     queries = [torch.tensor([4, 0]), torch.tensor([], dtype=torch.long), torch.tensor([4])]
-    taken = in_turn(states_ND, queries)
+    taken = list(in_turn(states_ND, queries))
     assert all(torch.equal(part, states_ND[query]) for part, query in zip(taken, queries, strict=True))
-    torch.cat(list(taken)).sum().backward()
+    torch.cat(taken).sum().backward()
     assert states_ND.grad is not None
     assert states_ND.grad[:, 0].tolist() == [1, 0, 0, 0, 2]

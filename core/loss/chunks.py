@@ -80,9 +80,9 @@ def chunked(
     return Step(loss, dict(zip(METRICS, (torch.stack(counts), *sums), strict=True)), [part_3N[1] for part_3N in parts])
 
 
-def in_turn(states_ND: Tensor, queries: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The states of each step's rows, for `chunked`; taken together, their gradient is put back row by row in one pass."""
-    return states_ND.index_select(0, torch.cat(tuple(queries))).split([len(query) for query in queries])
+def in_turn(states_ND: Tensor, queries: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The states of each step's rows, for `chunked`, which keeps none of them; taken together, their gradient is put back in one pass."""
+    return iter(states_ND.index_select(0, torch.cat(tuple(queries))).split([len(query) for query in queries]))
 
 
 def step_weights(steps: int, decay: float) -> list[float]:
