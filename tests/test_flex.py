@@ -157,3 +157,24 @@ def test_queries_keys_and_values_are_not_kept(runs: dict[str, int]) -> None:
     expected = torch.autograd.grad(F.scaled_dot_product_attention(*given, enable_gqa=True), given, grad)
     for found, exact in zip(way.back((grad,), q, k, v), expected, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "stages"),
+    [
+        (torch.bfloat16, 128, None),
+        (torch.float32, 192, 1),
+        (torch.bfloat16, 192, 2),
+        (torch.float32, 256, None),
+    ],
+)
+def test_what_a_gpu_is_not_left_to_choose(dtype: torch.dtype, width: int, stages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes to FlexAttention with every call."""
+    given: dict[str, Any] = {}
+    stub = lambda q, k, v, **options: given.update(options) or (q, None)  # noqa: E731
+    monkeypatch.setattr(ours, "_flex", lambda _: stub)
+    first, end = torch.zeros(1, 5, 1, dtype=torch.long), torch.full((1, 5, 1), 5)
+    q, k, v = (torch.randn(1, heads, 5, width, dtype=dtype) for heads in (4, 1, 1))
+    ours.masked_flex(q, k, v, in_ranges(first, end), torch.arange(5)[None], ours.block_table(first, end, 5), 0.3)
+    expected = {"FORCE_USE_FLEX_ATTENTION": True}
+    assert given["kernel_options"] == (expected if stages is None else {**expected, "fwd_num_stages": stages})

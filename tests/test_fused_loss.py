@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny import gradients, tiny_batch, tiny_draft, tiny_rows, tiny_signal, tiny_target
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -452,3 +453,10 @@ def test_states_of_the_steps_in_turn() -> None:
     torch.cat(taken).sum().backward()
     assert states_ND.grad is not None
     assert states_ND.grad[:, 0].tolist() == [1, 0, 0, 0, 2]
+
+
+def test_a_chunk_outweighs_the_gradient_it_adds_to() -> None:
+    """Off the CPU, however wide the vocabulary."""
+    with FakeTensorMode():
+        states_ND = torch.empty(1, 1)
+        assert [chunks.rows_at_once(width, states_ND) for width in (1000, 128_256, 262_144)] == [8192, 2048, 2048]

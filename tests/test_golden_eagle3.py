@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig
 
 from foredraft import auto_draft
-from foredraft.loss import Teacher, objective, reference, step_weights
+from foredraft.loss import Teacher, chunked, objective, reference, step_weights
 
 STEPS, DECAY = 3, 0.8
 
@@ -120,7 +120,7 @@ class WithLK(Golden):
 
         def found(loss: Any) -> Any:
             states, share = [self.states[step].flatten(0, 1)[slots]], [torch.tensor(1 / len(slots))]
-            return reference(self.draft, states, self.teacher, [slots + step], share, objective(loss))
+            return chunked(self.draft, states, self.teacher, [slots + step], share, objective(loss))
 
         if self.name.endswith("lambda"):
             scale = float((-3 * found("tv").acceptance[0].mean()).exp())
@@ -176,10 +176,8 @@ def test_lk(kind: str) -> None:
     golden = WithLK(f"nemo_lk_{kind}")
     for step in range(STEPS):
         slots, here = golden.slots(step), f"step{step}"
-        logits_NW, taught = (
-            golden.draft.compute_logits(golden.states[step]).flatten(0, 1)[slots],
-            golden.teacher.at(slots + step, golden.draft.draft_ids),
-        )
+        logits_NW = golden.draft.compute_logits(golden.states[step]).flatten(0, 1)[slots]
+        taught = golden.teacher.at(slots + step, golden.draft.draft_ids)
         assert_close(logits_NW, golden.tensors[f"{here}.logits"].flatten(0, 1)[slots], rtol=1e-5, atol=1e-5)
         assert_close(taught.p_RW, golden.tensors[f"{here}.target_probs"].flatten(0, 1)[slots], rtol=1e-5, atol=1e-6)
         assert_close(golden.step_loss(step), golden.tensors[f"{here}.loss"], rtol=1e-5, atol=1e-6)

@@ -43,16 +43,10 @@ def test_steps(device: str, part: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     gpu_report.count(report)
     (cell,) = cells
     assert "error" not in cell
-    for source in ("online", "stored"):
-        assert (
-            0
-            < cell["mfu"][source]
-            == pytest.approx(
-                cell["tokens_per_second"][source]
-                * sum(n for part, n in cell["needed_gflop_per_token"].items() if (source, part) != ("stored", "target"))
-                / 1e3
-            )
-        )
+    needed = cell["needed_gflop_per_token"]
+    for source, gflop in (("online", sum(needed.values())), ("stored", sum(needed.values()) - needed["target"])):
+        assert 0 < cell["mfu"][source] < 1
+        assert cell["mfu"][source] == pytest.approx(cell["tokens_per_second"][source] * gflop / 1e3)
     assert cell["counted_bytes"] > 0
     assert (cell["step_bytes"] is None) == (device == "cpu")
 
